@@ -1,0 +1,218 @@
+"""The words and records that every part of dynrl shares.
+
+Array axes, as name suffixes:
+
+    P  groups in one unit of generation work     B  groups in one optimizer step
+    G  rollouts (completions) of one group       N  rows: groups times rollouts, flattened
+    L  prompt length in tokens, left-padded      T  completion length in tokens, right-padded
+    S  decode slots (rows of the sampler)        V  vocabulary
+    K  named reward components                   C  capacity of the group buffer, in groups
+    D  model width                               H  attention heads
+
+This module knows neither JAX nor configs: the controller and the verifier workers import it. Arrays are typed
+`Array`, which is a NumPy or a JAX array.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Array = Any  # numpy.ndarray or jax.Array
+
+
+class Verdict(enum.StrEnum):
+    """What became of a finished group."""
+
+    KEPT = "kept"
+    FILTERED = "filtered"  # a data decision: the group succeeded, but carries no signal
+    FAILED = "failed"  # infrastructure or verifier
+    STALE = "stale"  # too old for the step that would train it
+
+
+class Purpose(enum.IntEnum):
+    """Why a rollout is made. Part of its noise identity (law 6): never renumber."""
+
+    TRAIN = 0
+    EVAL = 1
+    PROBE = 2
+    PROPOSE = 3
+
+
+class Finish(enum.IntEnum):
+    """How a rollout ended."""
+
+    STOP = 0  # emitted a stop token
+    LENGTH = 1  # ran into max_completion_tokens
+    FAILED = 2  # the sampler met non-finite logits
+
+
+class Status(enum.StrEnum):
+    """How the verification of one rollout ended."""
+
+    OK = "ok"
+    UNPARSABLE = "unparsable"  # live, score 0: the verifier could not read the answer
+    TIMEOUT = "timeout"  # live, score 0: the answer made the verifier miss its deadline
+    NONFINITE = "nonfinite"  # dead: the verifier returned NaN or infinity
+    ERROR = "error"  # dead: the verifier raised
+    CRASHED = "crashed"  # dead: the verifier's worker died, on every attempt
+    SAMPLER = "sampler"  # dead: the sampler failed; nothing was verified
+
+    @property
+    def live(self) -> bool:
+        """Whether the rollout counts in its group."""
+        return self in (Status.OK, Status.UNPARSABLE, Status.TIMEOUT)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt with what its verifier needs.
+
+    Attributes:
+      task_id: given by the store; stable, never reused. -1 before admission.
+      source: the name of the source, which also names its verifier.
+      prompt: the text shown to the policy.
+      answer: the reference answer, as text.
+      level: difficulty, ordered within the source.
+      parents: ids of the tasks this one was made from.
+      metadata: JSON-able extras for the verifier.
+    """
+
+    task_id: int
+    source: str
+    prompt: str
+    answer: str
+    level: int = 0
+    parents: tuple[int, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Reward(NamedTuple):
+    """A verifier's judgement of one completion.
+
+    `score` is the metric that filters and group estimators use unless configured otherwise; `components` are
+    further named rewards; `info` is JSON-able and only shown to people.
+    """
+
+    score: float
+    components: Mapping[str, float] = {}
+    info: Mapping[str, Any] = {}
+
+
+class Scores(NamedTuple):
+    """The verified rewards of one group, aligned with its rollouts; a dead rollout's Reward is NaN."""
+
+    ticket: int
+    rewards: tuple[Reward, ...]
+    statuses: tuple[Status, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a selector learns from one judged group, kept or not."""
+
+    task_id: int
+    visit: int
+    verdict: Verdict
+    num_live: int
+    num_positive: int  # live rollouts with metric > 0
+    mean: float  # mean metric of the live rollouts; NaN when there are none
+    version: int
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one request. All of it is data: a new value never recompiles.
+
+    Attributes:
+      temperature: 0 is greedy.
+      max_tokens: completion tokens at most, the stop token included.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 16
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt with `num_samples` completions to make. Its identity fixes its noise (law 6)."""
+
+    ticket: int
+    task_id: int
+    visit: int
+    purpose: Purpose
+    prompt: Sequence[int]
+    num_samples: int
+    params: SamplingParams
+
+
+class Payload(NamedTuple):
+    """Everything that training needs of P groups, as device arrays with a leading group axis.
+
+    Prompts are left-padded and completions right-padded; padding holds the pad id, log-prob 0 and mask False.
+    """
+
+    prompt_PL: Array  # int32
+    prompt_length_P: Array  # int32
+    tokens_PGT: Array  # int32
+    logp_PGT: Array  # float32: log-probs of the distribution that was sampled from (behavior)
+    mask_PGT: Array  # bool: tokens to train on (environment tokens are False)
+    version_PGT: Array  # int32: policy version that sampled the token, -1 in the padding
+    length_PG: Array  # int32: completion tokens, the stop token included
+    finish_PG: Array  # int32: Finish
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What a sampler's poll returns: finished groups at a fixed shape.
+
+    `valid_P` says which rows are groups that this poll hands over; the others are filler or unfinished and must
+    not be read. `tickets_P` is -1 there. Both are NumPy arrays; so is `host`, the part of the payload that the
+    verifiers and the ledger read, copied from the device once.
+    """
+
+    payload: Payload
+    tickets_P: np.ndarray
+    valid_P: np.ndarray
+    host_tokens_PGT: np.ndarray
+    host_length_PG: np.ndarray
+    host_finish_PG: np.ndarray
+
+
+class TrainBatch(NamedTuple):
+    """Exactly B groups; the only thing a train step accepts, and only `GroupBuffer.take` builds it (law 1).
+
+    `real_B` is False in the filler rows of a short step; their contents are zeros.
+    """
+
+    payload: Payload  # leading axis B
+    rewards_BG: Array  # float32: the configured metric, raw
+    live_BG: Array  # bool
+    real_B: Array  # bool
+
+
+class Sampler(Protocol):
+    """Turns requests into finished groups. One interface for training, evaluation, generators and notebooks."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups submitted and not yet returned or cancelled."""
+        ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests. Raises ValueError, naming the ticket, for one that cannot be served; queues none then."""
+        ...
+
+    def poll(self) -> Groups | None:
+        """Runs at most one chunk of decoding; returns the groups that finished in it, or None."""
+        ...
+
+    def cancel(self, tickets: Sequence[int]) -> None:
+        """Drops the named groups, queued or in flight; unknown tickets are ignored."""
+        ...
+
+    def update_weights(self, params: Any, version: int) -> None:
+        """Uses `params` for every group that starts after the call."""
+        ...

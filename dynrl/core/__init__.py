@@ -1,0 +1,35 @@
+"""Pure functions of arrays: group statistics, filters, advantages, losses, log-probs and packing.
+
+Everything here works eagerly and under jit, vmap, pmap and shard_map, and knows nothing of configs, models or I/O.
+The path of a batch through it:
+
+    stats = group_stats(rewards_PG, live_PG)
+    keep_P = make_filter("has_signal")(stats, rewards_PG, live_PG)
+    buffer, count, overflow = scatter_kept(buffer, count, rows, keep_P)
+    advantages_PG = group_advantages(rewards_PG, live_PG, estimator="grpo")
+    loss_sum, weight_sum, metrics = policy_loss(logp_NT, old_logp_NT, behavior_logp_NT, advantages_N, mask_NT)
+"""
+
+from dynrl.core.advantages import group_advantages
+from dynrl.core.filters import GroupFilter, make_filter
+from dynrl.core.group_stats import GroupStats, group_stats, has_signal
+from dynrl.core.logprobs import token_logprobs
+from dynrl.core.losses import policy_loss
+from dynrl.core.masking import completion_mask, masked_sum_count, safe_divide
+from dynrl.core.packing import scatter_kept, scatter_rows
+
+__all__ = [
+    "GroupFilter",
+    "GroupStats",
+    "completion_mask",
+    "group_advantages",
+    "group_stats",
+    "has_signal",
+    "make_filter",
+    "masked_sum_count",
+    "policy_loss",
+    "safe_divide",
+    "scatter_kept",
+    "scatter_rows",
+    "token_logprobs",
+]

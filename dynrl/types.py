@@ -169,13 +169,15 @@ class Groups:
     """What a sampler's poll returns: finished groups at a fixed shape.
 
     `valid_P` says which rows are groups that this poll hands over; the others are filler or unfinished and must
-    not be read. `tickets_P` is -1 there. Both are NumPy arrays; so is `host`, the part of the payload that the
-    verifiers and the ledger read, copied from the device once.
+    not be read; `tickets_P` is -1 there. `owned_P` says which rows this process verifies. All but `payload` are
+    NumPy arrays; `host_*` is the part of the payload that verifiers and ledger read, copied from the device once,
+    zeros in the rows of other processes.
     """
 
     payload: Payload
     tickets_P: np.ndarray
     valid_P: np.ndarray
+    owned_P: np.ndarray
     host_tokens_PGT: np.ndarray
     host_length_PG: np.ndarray
     host_finish_PG: np.ndarray

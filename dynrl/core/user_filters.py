@@ -134,7 +134,12 @@ def _vectorised(
 
 
 def _per_group(
-    path: str, function: Callable[..., Any], kwargs: dict, stats: GroupStats, rewards_PG: np.ndarray, live_PG: np.ndarray
+    path: str,
+    function: Callable[..., Any],
+    kwargs: dict,
+    stats: GroupStats,
+    rewards_PG: np.ndarray,
+    live_PG: np.ndarray,
 ) -> np.ndarray:
     del stats
     keep_P = np.zeros(rewards_PG.shape[0], bool)

@@ -1,0 +1,337 @@
+"""The configuration of a run: frozen dataclasses, and their conversion from ml_collections.
+
+A `ConfigDict` is converted once, at start-up. Unknown keys, wrong types and impossible values raise `ConfigError`,
+which names the key in full. Every key here is read by something; a test holds the package to that.
+
+Lengths are in tokens, times in seconds (`_secs`), counts start with `num_` or `max_`. Steps are optimizer steps.
+"""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+PositiveInt = Annotated[int, "must be positive", lambda x: x > 0]
+PositiveFloat = Annotated[float, "must be positive", lambda x: x > 0]
+NonNegativeInt = Annotated[int, "must not be negative", lambda x: x >= 0]
+NonNegativeFloat = Annotated[float, "must not be negative", lambda x: x >= 0]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work. The message starts with the key's full name."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder's architecture; the knobs that Llama- and Qwen-type checkpoints need."""
+
+    num_layers: PositiveInt = 2
+    width: PositiveInt = 64
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 4
+    head_dim: PositiveInt = 16
+    mlp_width: PositiveInt = 256
+    activation: Literal["silu", "gelu", "relu"] = "silu"
+    gated_mlp: bool = True  # SwiGLU with silu, GeGLU with gelu
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = True
+    rope_base: PositiveFloat = 10_000.0
+    norm_eps: PositiveFloat = 1e-6
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of activations and matmuls; parameters stay float32
+    scan_layers: bool = False  # one compiled layer: less compile time for deep models, slower steps on CPU
+    remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Device mesh. `data` = 0 takes every device that the other axes leave."""
+
+    data: NonNegativeInt = 0
+    fsdp: PositiveInt = 1
+    tensor: PositiveInt = 1
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    """Training tasks and how they are chosen."""
+
+    source: str = "digit_sorting"  # a built-in name, or package.module:Class
+    source_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    num_tasks: PositiveInt = 100_000
+    selector: str = "epoch"  # epoch | uniform | package.module:Class
+    selector_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_prompt_tokens: PositiveInt = 12
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Verification of completions, in worker processes."""
+
+    verifier: str = "exact_match"  # a built-in name, or package.module:function
+    num_workers: PositiveInt = 1
+    timeout_secs: PositiveFloat = 5.0  # per completion; one that misses it scores 0
+    memory_limit_mb: NonNegativeInt = 1024  # per worker; 0 = no limit
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation on frozen tasks, disjoint from training by hash of the prompt."""
+
+    num_tasks: PositiveInt = 1024
+    every_steps: NonNegativeInt = 50  # 0 = only before the first and after the last step
+    temperature: NonNegativeFloat = 0.0  # 0 = greedy
+    seed: NonNegativeInt = 20_000_000  # of the evaluation tasks
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """The decode engine."""
+
+    num_slots: PositiveInt = 128  # completions decoded together; a multiple of num_generations_per_prompt
+    max_completion_tokens: PositiveInt = 12
+    temperature: PositiveFloat = 1.0
+    chunk_steps: PositiveInt = 16  # decode steps between two looks of the host
+
+
+@dataclass(frozen=True)
+class DynamicSamplingConfig:
+    """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): which groups are kept, and how a step is filled."""
+
+    enable: bool = True
+    metric: str = "score"  # the raw reward that the filter looks at
+    filter: str = "has_signal"  # a built-in name, or package.module:function
+    filter_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_num_gen_batches: NonNegativeInt = 10  # rounds per step; 0 = no cap
+    max_replacements_per_slot: PositiveInt = 32  # consecutive rounds that may keep nothing, whatever the cap on rounds
+    on_exhausted: Literal["raise", "short"] = "raise"
+    max_consecutive_empty_steps: NonNegativeInt = 3  # on_exhausted = "short": steps that may end with no group at all
+    on_data_end: Literal["short", "stop"] = "short"
+    oversample: float = 1.0  # groups dispatched per group that is missing
+    refill: Literal["deficit", "full"] = "deficit"  # later rounds: what is missing, or whole rounds as published
+    surplus: Literal["carry", "drop"] = "carry"
+    max_surplus_age_versions: NonNegativeInt = 8  # carried groups older than this are dropped as stale
+
+
+@dataclass(frozen=True)
+class RolloutFailureConfig:
+    """Budgets for infrastructure and verifier failures; a filtered group never counts here."""
+
+    max_infra_attempts_per_prompt: PositiveInt = 3
+    min_live_per_group: NonNegativeInt = 0  # fewer live rollouts fail the group; 0 = num_generations_per_prompt
+    max_skipped_prompts: NonNegativeInt = 1000  # failed groups in a run
+    max_consecutive_dropped_prompts: NonNegativeInt = 128  # failed groups in a row
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Who trains when. Further schedules come under the same interface."""
+
+    name: str = "rounds"
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Advantages and the policy loss."""
+
+    estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.28
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    constant_length: NonNegativeInt = 0  # aggregation = "constant"; 0 = sampler.max_completion_tokens
+    tis_cap: NonNegativeFloat = 2.0  # truncation of the importance weight old/behavior; 0 = no importance weight
+    overlong: Literal["keep", "mask"] = "keep"  # truncated rollouts: trained, or masked after the advantages
+    short_step_scale: Literal["real", "nominal"] = "real"  # denominator of a short step
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The optimizer and how a batch is cut."""
+
+    learning_rate: PositiveFloat = 3e-4
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    adam_eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    num_epochs: PositiveInt = 1  # passes over each batch
+    num_minibatches: PositiveInt = 1  # optimizer updates per pass
+    num_microbatches: PositiveInt = 1  # gradient accumulation within an update
+    logprob_chunk_tokens: NonNegativeInt = 0  # tokens whose logits exist at once; 0 = all
+    max_nonfinite_updates: NonNegativeInt = (
+        3  # updates with a non-finite gradient are skipped; more than this end the run
+    )
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """A supervised stage for models trained from scratch. `num_steps` = 0 leaves it out."""
+
+    num_steps: NonNegativeInt = 0
+    batch_size: PositiveInt = 256
+    learning_rate: PositiveFloat = 3e-3
+    warmup_steps: NonNegativeInt = 20
+    cache: bool = True
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many stay."""
+
+    every_steps: PositiveInt = 50
+    max_to_keep: PositiveInt = 2
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run. B = num_prompts_per_step, G = num_generations_per_prompt."""
+
+    seed: NonNegativeInt = 0
+    num_steps: NonNegativeInt = 100
+    num_prompts_per_step: PositiveInt = 64
+    num_generations_per_prompt: PositiveInt = 8
+    fail_on_recompile: bool = False
+    compile_cache: bool = True
+    tensorboard: bool = True
+    progress: Literal["auto", "bar", "plain", "none"] = "auto"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    rollout_failure: RolloutFailureConfig = field(default_factory=RolloutFailureConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> RunConfig:
+    """Converts a `ConfigDict` (or any nested mapping) and validates it.
+
+    Raises:
+      ConfigError: naming the key, what it holds and what it may hold.
+    """
+    if hasattr(mapping, "to_dict"):
+        mapping = mapping.to_dict()  # type: ignore[attr-defined]
+    config = _convert(RunConfig, mapping, "")
+    validate(config)
+    return config
+
+
+def to_mapping(config: RunConfig) -> dict[str, Any]:
+    """The configuration as nested JSON-able dicts, every key present."""
+    return dataclasses.asdict(config)
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Full names of the keys whose values differ."""
+    names = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            names += changed_keys(a, b, f"{prefix}{key}.")
+        elif _plain(a) != _plain(b):
+            names.append(prefix + key)
+    return names
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _convert(cls: type, mapping: Mapping[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for key in mapping:
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=3)
+            hint = f"; did you mean {', '.join(prefix + n for n in near)}?" if near else ""
+            raise ConfigError(f"config.{prefix}{key}: there is no such key{hint}")
+    return cls(**{key: _checked(hints[key], value, prefix + key) for key, value in mapping.items()})
+
+
+def _checked(hint: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config.{name}: expected a group of keys, got {value!r}")
+        return _convert(typing.cast(type, hint), value, name + ".")
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise ConfigError(f"config.{name}: {value!r} is not one of {', '.join(map(repr, choices))}")
+        return value
+    if origin is Annotated:
+        base, why, holds = typing.get_args(hint)
+        value = _checked(base, value, name)
+        if not holds(value):
+            raise ConfigError(f"config.{name}: {value!r} {why}")
+        return value
+    if origin is not None:  # Mapping[str, Any]
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config.{name}: expected a mapping, got {value!r}")
+        return dict(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"config.{name}: expected {hint.__name__}, got {type(value).__name__} {value!r}")
+    return value
+
+
+def validate(config: RunConfig) -> None:
+    """Checks ranges and combinations. Raises ConfigError at the first that cannot work."""
+
+    def require(ok: bool, key: str, why: str) -> None:
+        if not ok:
+            value = _get(config, key)
+            raise ConfigError(f"config.{key}: {value!r} {why}")
+
+    _validate_shapes(config, require)
+    b, g, ds = config.num_prompts_per_step, config.num_generations_per_prompt, config.dynamic_sampling
+    require(ds.oversample >= 1, "dynamic_sampling.oversample", "must be at least 1: fewer groups cannot fill a step")
+    require(
+        not ds.enable or g > 1 or ds.filter in ("mixed_sign", "keep_all"),
+        "num_generations_per_prompt",
+        "leaves no group with signal while dynamic_sampling.enable is True: use at least 2",
+    )
+    require(
+        config.rollout_failure.min_live_per_group <= g,
+        "rollout_failure.min_live_per_group",
+        f"exceeds num_generations_per_prompt = {g}",
+    )
+    require(0 <= config.train.adam_b1 < 1, "train.adam_b1", "must lie in [0, 1)")
+    require(0 <= config.train.adam_b2 < 1, "train.adam_b2", "must lie in [0, 1)")
+    require(config.loss.clip_low < 1, "loss.clip_low", "must be below 1: the ratio is positive")
+    require(config.loss.tis_cap == 0 or config.loss.tis_cap >= 1, "loss.tis_cap", "must be 0 (off) or at least 1")
+    require(config.schedule.name == "rounds", "schedule.name", "is not a schedule; there is: rounds")
+    require(config.tasks.num_tasks >= b, "tasks.num_tasks", f"is less than one step's num_prompts_per_step = {b}")
+
+
+def _validate_shapes(config: RunConfig, require: Callable[[bool, str, str], None]) -> None:
+    b, g, m, t = config.num_prompts_per_step, config.num_generations_per_prompt, config.model, config.train
+    require(m.num_heads % m.num_kv_heads == 0, "model.num_heads", f"is no multiple of num_kv_heads = {m.num_kv_heads}")
+    require(m.head_dim % 2 == 0, "model.head_dim", "must be even: RoPE rotates pairs")
+    require(
+        b % (t.num_minibatches * t.num_microbatches) == 0,
+        "num_prompts_per_step",
+        f"is no multiple of train.num_minibatches * train.num_microbatches = {t.num_minibatches * t.num_microbatches}",
+    )
+    require(
+        config.sampler.num_slots % g == 0,
+        "sampler.num_slots",
+        f"is no multiple of num_generations_per_prompt = {g}: a group's rollouts are decoded together",
+    )
+
+
+def _get(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

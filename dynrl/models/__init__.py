@@ -1,0 +1,1 @@
+"""The decoder, its sharding rules, and tokenizers."""

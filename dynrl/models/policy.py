@@ -1,0 +1,94 @@
+"""The two uses of the decoder: log-probs of completions (training), and prefill and decode (sampling)."""
+
+import jax
+import jax.numpy as jnp
+
+from dynrl.config import ModelConfig
+from dynrl.core import token_logprobs
+from dynrl.models.decoder import KV, Cache, Decoder, Params, Prefix, prompt_inputs, unembed_DV
+from dynrl.types import Array, Payload
+
+
+def completion_logprobs(
+    params: Params, payload: Payload, config: ModelConfig, *, temperature: Array | float = 1.0,
+    chunk_tokens: int = 0,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Log-probs of completion tokens, each prompt run once for its G rollouts.
+
+    The prompt's last hidden state predicts the first completion token of all G rows; the completion's own states
+    predict the rest, so the last completion token is never fed.
+
+    Args:
+      params: the decoder's parameters.
+      payload: B groups; reads prompt_PL, prompt_length_P and tokens_PGT.
+      config: the architecture.
+      temperature: divides the logits, as in the sampler.
+      chunk_tokens: tokens whose logits exist at once; 0 = all.
+
+    Returns:
+      (logp, entropy), float32 [B, G, T] each, meaningless in the padding.
+    """
+    p, g, t = payload.tokens_PGT.shape
+    length = payload.prompt_PL.shape[1]
+    vocab_size = params["embedding"].shape[0]
+    decoder = Decoder(config, vocab_size)
+    positions, mask, valid = prompt_inputs(payload.prompt_length_P, length)
+    hidden_PLD, layers = decoder.apply({"params": params}, payload.prompt_PL, positions, mask)  # type: ignore[misc]
+    first = jnp.broadcast_to(hidden_PLD[:, None, -1:, :], (p, g, 1, hidden_PLD.shape[-1]))
+    if t == 1:
+        hidden = first
+    else:
+        rows = payload.tokens_PGT[:, :, :-1].reshape(p * g, t - 1)
+        steps = jnp.arange(t - 1)
+        positions = jnp.repeat(payload.prompt_length_P, g)[:, None] + steps
+        causal = (steps[:, None] >= steps[None, :])[None]
+        rest, _ = decoder.apply({"params": params}, rows, positions, causal, Prefix(layers, valid))  # type: ignore[misc]
+        hidden = jnp.concatenate([first, rest.reshape(p, g, t - 1, -1)], axis=2)
+    n = p * g
+    logp, entropy = token_logprobs(
+        hidden.reshape(n, t, -1),
+        unembed_DV(params, config).astype(hidden.dtype),
+        payload.tokens_PGT.reshape(n, t),
+        temperature=temperature,
+        chunk_size=chunk_tokens or None,
+    )
+    return logp.reshape(p, g, t), entropy.reshape(p, g, t)
+
+
+def logits_of(hidden: Array, params: Params, config: ModelConfig) -> Array:
+    """Float32 logits [.., V] of hidden states [.., D]."""
+    return jnp.dot(hidden, unembed_DV(params, config).astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+
+def prefill(params: Params, prompt_PL: Array, length_P: Array, config: ModelConfig) -> tuple[Array, Prefix]:
+    """Runs prompts. Returns the float32 logits [P, V] after the last prompt token, and the prefix for decoding."""
+    decoder = Decoder(config, params["embedding"].shape[0])
+    positions, mask, valid = prompt_inputs(length_P, prompt_PL.shape[1])
+    hidden, layers = decoder.apply({"params": params}, prompt_PL, positions, mask)  # type: ignore[misc]
+    return logits_of(hidden[:, -1], params, config), Prefix(layers, valid)
+
+
+def decode_step(
+    params: Params, token_N: Array, position_N: Array, prefix: Prefix, cache: Cache, config: ModelConfig
+) -> tuple[Array, Cache]:
+    """Feeds one token per row. Returns float32 logits [N, V] and the cache, one column longer."""
+    decoder = Decoder(config, params["embedding"].shape[0])
+    columns = cache.layers[0].k.shape[2]
+    mask = (jnp.arange(columns) <= cache.index)[None, None, :]
+    hidden, layers = decoder.apply(  # type: ignore[misc]
+        {"params": params}, token_N[:, None], position_N[:, None], mask, prefix, cache
+    )
+    return logits_of(hidden[:, 0], params, config), Cache(layers, cache.index + 1)
+
+
+def empty_cache(num_rows: int, length: int, config: ModelConfig) -> Cache:
+    """A zeroed cache of `length` columns: one array per layer, since stacked ones are copied at every step."""
+    shape = (num_rows, config.num_kv_heads, length, config.head_dim)
+    dtype = jnp.dtype(config.dtype)
+    layers = tuple(KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+    return Cache(layers, jnp.zeros((), jnp.int32))
+
+
+def cast_floats(params: Params, dtype: str) -> Params:
+    """Floating-point leaves in `dtype`; the sampler's copy of the weights."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)

@@ -1,0 +1,115 @@
+"""The device mesh, and which axis of every array lies on which axis of it.
+
+Parameters are matched by name, so that the same rules place parameters, gradients and optimizer moments. An array
+dimension that its mesh axis does not divide is replicated.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dynrl.config import ConfigError, MeshConfig
+from dynrl.types import Array
+
+ROWS = ("data", "fsdp")  # groups and rollouts are split over both
+
+# (module, leaf) -> logical axes of the array's last dimensions. Leading dimensions (scanned layers) are replicated.
+PARAM_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
+    ("", "embedding"): ("vocab", "embed"),
+    ("", "unembedding"): ("embed", "vocab"),
+    **{(name, "kernel"): ("embed", "heads") for name in "qkv"},
+    **{(name, "bias"): ("heads",) for name in "qkv"},
+    ("o", "kernel"): ("heads", "embed"),
+    ("gate", "kernel"): ("embed", "mlp"),
+    ("up", "kernel"): ("embed", "mlp"),
+    ("down", "kernel"): ("mlp", "embed"),
+}
+RULES = {"vocab": "tensor", "heads": "tensor", "mlp": "tensor", "embed": "fsdp"}
+
+
+def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
+    """A (data, fsdp, tensor) mesh over all devices of all processes.
+
+    Raises:
+      ConfigError: when the axes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    inner = config.fsdp * config.tensor
+    data = config.data or len(devices) // inner
+    if data * inner != len(devices) or data == 0:
+        raise ConfigError(
+            f"config.mesh: data {config.data} x fsdp {config.fsdp} x tensor {config.tensor} does not give the "
+            f"{len(devices)} devices there are; data = 0 takes what fsdp x tensor leaves"
+        )
+    shape = (data, config.fsdp, config.tensor)
+    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3, devices=devices)
+
+
+def num_row_shards(mesh: Mesh) -> int:
+    """Over how many shards groups and rollouts are split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device holds the whole array."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def rows(mesh: Mesh) -> NamedSharding:
+    """The leading axis is split over the row shards."""
+    return NamedSharding(mesh, PartitionSpec(ROWS))
+
+
+def kv_heads(mesh: Mesh, num_kv_heads: int) -> NamedSharding:
+    """For [rows, kv_heads, length, head_dim]: rows split, heads split over `tensor` where it divides them."""
+    tensor = "tensor" if num_kv_heads % mesh.shape["tensor"] == 0 else None
+    return NamedSharding(mesh, PartitionSpec(ROWS, tensor))
+
+
+def param_shardings(tree: Any, mesh: Mesh) -> Any:
+    """A tree of NamedSharding for parameters, or for anything shaped by parameter names (optimizer state)."""
+
+    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        names = [str(getattr(k, "key", getattr(k, "name", ""))) for k in path]
+        leaf_name, module = names[-1] if names else "", names[-2] if len(names) > 1 else ""
+        axes = PARAM_AXES.get((module, leaf_name)) or PARAM_AXES.get(("", leaf_name)) or ()
+        shape = np.shape(leaf)
+        if len(shape) < len(axes):
+            axes = ()
+        spec: list[str | None] = [None] * (len(shape) - len(axes))
+        for size, axis in zip(shape[len(shape) - len(axes) :], axes, strict=True):
+            target = RULES.get(axis or "")
+            spec.append(target if target and size % mesh.shape[target] == 0 else None)
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def place(value: Any, sharding: NamedSharding) -> Array:
+    """A host value that every process holds in full, as a global array, without a compile or a collective."""
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def local_rows(array: Array) -> np.ndarray:
+    """This process's rows of a row-sharded array on the host; rows of other processes hold zeros."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    out = np.zeros(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        out[shard.index] = np.asarray(shard.data)
+    return out
+
+
+def owned_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
+    """Bool [num_rows]: which leading rows of a row-sharded array this process judges, each row on one process."""
+    owned = np.zeros(num_rows, bool)
+    owner_of: dict[tuple[int, int], int] = {}
+    for device, index in rows(mesh).devices_indices_map((num_rows,)).items():
+        span = index[0].indices(num_rows)[:2]
+        owner_of[span] = min(owner_of.get(span, device.process_index), device.process_index)
+    for (start, stop), process in owner_of.items():
+        owned[start:stop] = process == jax.process_index()
+    return owned

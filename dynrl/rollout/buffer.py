@@ -1,0 +1,231 @@
+"""The group buffer: kept groups on the devices, from their verdict to the step that trains them.
+
+Fixed capacity, split over the row shards of the mesh. The host keeps which ticket lies in which slot, the same on
+every process; a group normally stays in the shard that generated it. Only `put` spills to another shard when its
+own is full, and only `take` moves rows, to balance the batch: by a reduce-scatter of the moved rows, so the whole
+buffer never crosses a link. Integer and float rows alike move as bits: what was judged is what is trained.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from dynrl.core import scatter_rows
+from dynrl.models import sharding
+from dynrl.types import Array, Groups, Payload, TrainBatch
+
+
+class Stored(NamedTuple):
+    """What the buffer holds per group; leading axis C (or P, or B)."""
+
+    payload: Payload
+    rewards: Array  # float32 [C, G], the configured metric
+    live: Array  # bool [C, G]
+
+
+def _exchange(local: Stored, source: Array) -> Stored:
+    """Rows by global index, within shard_map: row i of the result is row source[i] of the split input, or zeros.
+
+    Every shard lays out the rows it holds and the sum over shards hands each its part; since only one shard
+    contributes to a row, the sum of bits is exact.
+    """
+    shard = jax.lax.axis_index(sharding.ROWS)
+
+    def move(x: Array) -> Array:
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32) if x.dtype == jnp.float32 else x.astype(jnp.int32)
+        index = source - shard * bits.shape[0]
+        mine = (index >= 0) & (index < bits.shape[0])
+        rows = jnp.take(bits, jnp.where(mine, index, 0), axis=0)
+        rows = jnp.where(mine.reshape(-1, *[1] * (bits.ndim - 1)), rows, 0)
+        rows = jax.lax.psum_scatter(rows, sharding.ROWS, scatter_dimension=0, tiled=True)
+        return jax.lax.bitcast_convert_type(rows, x.dtype) if x.dtype == jnp.float32 else rows.astype(x.dtype)
+
+    return jax.tree.map(move, local)
+
+
+def _store(buffer: Stored, rows: Stored, slot: Array) -> Stored:
+    """Writes rows into the slots of their own shard; slot >= C drops the row."""
+    capacity = buffer.rewards.shape[0]
+    local = slot - jax.lax.axis_index(sharding.ROWS) * capacity
+    return scatter_rows(buffer, jnp.where((local >= 0) & (local < capacity), local, capacity), rows)
+
+
+class GroupBuffer:
+    """Kept groups by ticket.
+
+    Args:
+      mesh: the device mesh.
+      capacity: groups that must fit whatever shard they come from; rounded up to a multiple of the shards.
+      batch_size: B.
+      num_samples: G.
+      max_prompt_tokens: L.
+      max_completion_tokens: T.
+
+    Raises:
+      ValueError: when B is no multiple of the row shards.
+    """
+
+    def __init__(
+        self, mesh: Mesh, *, capacity: int, batch_size: int, num_samples: int, max_prompt_tokens: int,
+        max_completion_tokens: int,
+    ) -> None:  # fmt: skip
+        shards = sharding.num_row_shards(mesh)
+        if batch_size % shards:
+            raise ValueError(
+                f"config.num_prompts_per_step: {batch_size} is no multiple of the mesh's {shards} row shards "
+                f"(data x fsdp): use {-(-batch_size // shards) * shards}"
+            )
+        self._mesh, self._shards = mesh, shards
+        self._per_shard = -(-capacity // shards)
+        self.capacity = self._per_shard * shards
+        self._batch_size = batch_size
+        self._rows, self._whole = sharding.rows(mesh), sharding.replicated(mesh)
+        self._slots: dict[int, int] = {}
+        self._records: dict[int, dict[str, Any]] = {}
+        c, g, length, t = self.capacity, num_samples, max_prompt_tokens, max_completion_tokens
+        zeros = partial(np.zeros, dtype=np.int32)
+        payload = Payload(
+            prompt_PL=zeros((c, length)), prompt_length_P=zeros(c), tokens_PGT=zeros((c, g, t)),
+            logp_PGT=np.zeros((c, g, t), np.float32), mask_PGT=np.zeros((c, g, t), bool),
+            version_PGT=zeros((c, g, t)), length_PG=zeros((c, g)), finish_PG=zeros((c, g)),
+        )  # fmt: skip
+        empty = Stored(payload, np.zeros((c, g), np.float32), np.zeros((c, g), bool))
+        self.arrays: Stored = jax.tree.map(lambda x: sharding.place(x, self._rows), empty)
+        self._jit_programs()
+
+    def _jit_programs(self) -> None:
+        rows, whole = PartitionSpec(sharding.ROWS), PartitionSpec()
+        smap = partial(jax.shard_map, mesh=self._mesh)
+
+        def put_own(buffer: Stored, new: Stored, slot: Array) -> Stored:
+            return _store(buffer, new, slot)
+
+        def put_spilled(buffer: Stored, new: Stored, slot: Array, source: Array) -> Stored:
+            return _store(buffer, _exchange(new, source), slot)
+
+        put = smap(put_own, in_specs=(rows, rows, rows), out_specs=rows)
+        self._put_own = jax.jit(put, donate_argnums=0, out_shardings=self._rows)
+        put = smap(put_spilled, in_specs=(rows, rows, rows, whole), out_specs=rows)
+        self._put_spilled = jax.jit(put, donate_argnums=0, out_shardings=self._rows)
+        take = smap(_exchange, in_specs=(rows, whole), out_specs=rows)
+        self._take = jax.jit(take, out_shardings=self._rows)
+
+    @property
+    def tickets(self) -> list[int]:
+        """Tickets stored, in no order that matters."""
+        return list(self._slots)
+
+    def record(self, ticket: int) -> Mapping[str, Any]:
+        """The host record that was stored with a group."""
+        return self._records[ticket]
+
+    def put(
+        self, groups: Groups, rewards_PG: np.ndarray, live_PG: np.ndarray, keep_P: np.ndarray,
+        records: Mapping[int, dict[str, Any]],
+    ) -> None:  # fmt: skip
+        """Stores the kept groups. All arguments are the same on every process.
+
+        Args:
+          groups: from the sampler.
+          rewards_PG: float32, the configured metric.
+          live_PG: bool.
+          keep_P: which rows to store.
+          records: JSON-able host record by ticket.
+
+        Raises:
+          ValueError: when they do not fit, or a ticket is stored already; nothing is stored then.
+        """
+        kept = np.flatnonzero(keep_P)
+        if len(kept) > self.capacity - len(self._slots):
+            free = self.capacity - len(self._slots)
+            raise ValueError(f"{len(kept)} groups do not fit into the {free} free of {self.capacity} slots")
+        for i in kept:
+            if int(groups.tickets_P[i]) in self._slots:
+                raise ValueError(f"ticket {groups.tickets_P[i]} is in the buffer already")
+        new = Stored(groups.payload, sharding.place(rewards_PG, self._rows), sharding.place(live_PG, self._rows))
+        left = list(kept)
+        while left:
+            left = self._put_pass(new, groups.tickets_P, left)
+        self._records.update({int(groups.tickets_P[i]): records[int(groups.tickets_P[i])] for i in kept})
+
+    def _put_pass(self, new: Stored, tickets_P: np.ndarray, rows: list[int]) -> list[int]:
+        """Stores what one program can, in a row's own shard where that has room. Returns the rows that are left."""
+        p, width = len(tickets_P), len(tickets_P) // self._shards
+        free = self._free_slots()
+        slot_P, source_P = np.full(p, self.capacity, np.int32), np.full(p, -1, np.int32)
+
+        def place_row(i: int, at: int) -> None:
+            slot_P[at], source_P[at] = free[at // width].pop(), i
+            self._slots[int(tickets_P[i])] = int(slot_P[at])
+
+        homeless, left = [], []
+        for i in rows:
+            if free[i // width]:
+                place_row(i, i)
+            else:
+                homeless.append(i)
+        for i in homeless:
+            at = next((j for j in np.flatnonzero(source_P < 0) if free[j // width]), None)
+            if at is None:
+                left.append(i)
+            else:
+                place_row(i, int(at))
+        slot = sharding.place(slot_P, self._rows)
+        if homeless:
+            self.arrays = self._put_spilled(self.arrays, new, slot, sharding.place(source_P, self._whole))
+        else:
+            self.arrays = self._put_own(self.arrays, new, slot)
+        return left
+
+    def _free_slots(self) -> list[list[int]]:
+        used = set(self._slots.values())
+        spans = (range(s * self._per_shard, (s + 1) * self._per_shard) for s in range(self._shards))
+        return [[slot for slot in reversed(span) if slot not in used] for span in spans]
+
+    def take(self, tickets: Sequence[int]) -> TrainBatch:
+        """The batch of these groups, in this order, balanced over the shards; fewer than B give filler rows.
+
+        The groups stay until `free`. Raises KeyError for a ticket that is not stored, ValueError for more than B.
+        """
+        if len(tickets) > self._batch_size:
+            raise ValueError(f"{len(tickets)} tickets for a batch of {self._batch_size} groups")
+        source = np.full(self._batch_size, -1, np.int32)
+        source[: len(tickets)] = [self._slots[t] for t in tickets]
+        stored = self._take(self.arrays, sharding.place(source, self._whole))
+        real = sharding.place(source >= 0, self._rows)
+        return TrainBatch(stored.payload, stored.rewards, stored.live, real)
+
+    def free(self, tickets: Sequence[int]) -> None:
+        """Gives the slots of these groups back. Raises KeyError for a ticket that is not stored."""
+        for ticket in tickets:
+            del self._slots[ticket], self._records[ticket]
+
+    def warm_up(self, groups: Groups) -> TrainBatch:
+        """Compiles everything: stores nothing of `groups`, and returns a batch of filler rows."""
+        p = len(groups.tickets_P)
+        g = self.arrays.rewards.shape[1]
+        rewards, live = np.zeros((p, g), np.float32), np.zeros((p, g), bool)
+        new = Stored(groups.payload, sharding.place(rewards, self._rows), sharding.place(live, self._rows))
+        slot = sharding.place(np.full(p, self.capacity, np.int32), self._rows)
+        self.arrays = self._put_own(self.arrays, new, slot)
+        source = sharding.place(np.full(p, -1, np.int32), self._whole)
+        self.arrays = self._put_spilled(self.arrays, new, slot, source)
+        return self.take([])
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; the arrays are apart, in `arrays`."""
+        groups = [[t, slot, self._records[t]] for t, slot in self._slots.items()]
+        return {"capacity": self.capacity, "groups": groups}
+
+    def load_state_dict(self, state: Mapping[str, Any], arrays: Stored) -> None:
+        """The inverse. Raises ValueError for another capacity."""
+        if state["capacity"] != self.capacity:
+            raise ValueError(f"the checkpoint's buffer holds {state['capacity']} groups, this run's {self.capacity}")
+        self.arrays = arrays
+        self._slots = {t: slot for t, slot, _ in state["groups"]}
+        self._records = {t: record for t, _, record in state["groups"]}

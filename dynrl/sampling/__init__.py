@@ -1,0 +1,1 @@
+"""The sampler: jitted programs, and the engine that feeds them."""

@@ -1,0 +1,89 @@
+"""The train state and the optimizer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from dynrl.config import ModelConfig, TrainConfig
+from dynrl.models import sharding
+from dynrl.models.decoder import Params, init_params
+from dynrl.types import Array
+
+
+class TrainState(NamedTuple):
+    """What an update changes. `updates` counts the optimizer updates that the weights have seen (their version)."""
+
+    params: Params
+    opt_state: Any
+    updates: Array  # int32 scalar
+
+
+def learning_rate(config: TrainConfig, num_steps: int) -> optax.Schedule:
+    """The schedule over optimizer steps, not over rounds or updates: warm-up, then constant, linear or cosine.
+
+    Updates within one step (minibatches, epochs) share its learning rate. Generation rounds do not enter.
+    """
+    peak, decay = config.learning_rate, max(num_steps - config.warmup_steps, 1)
+    after = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, decay),
+        "cosine": optax.cosine_decay_schedule(peak, decay),
+    }[config.lr_schedule]
+    if not config.warmup_steps:
+        return after
+    # Step 0 already learns: the ramp ends at the peak in step warmup_steps.
+    ramp = optax.linear_schedule(peak / (config.warmup_steps + 1), peak, config.warmup_steps)
+    return optax.join_schedules([ramp, after], [config.warmup_steps])
+
+
+def make_optimizer(config: TrainConfig, num_steps: int) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global norm; weight decay spares norms and biases."""
+    per_step = config.num_epochs * config.num_minibatches
+    schedule = learning_rate(config, num_steps)
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(
+            lambda count: schedule(count // per_step),
+            b1=config.adam_b1,
+            b2=config.adam_b2,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            mask=lambda params: jax.tree.map(lambda x: jnp.ndim(x) > 1, params),
+        ),
+    )
+
+
+def init_state(
+    config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int
+) -> TrainState:
+    """Random weights, each array made in its shard. The same numbers on every mesh."""
+
+    def init(key: Array) -> TrainState:
+        params = init_params(config, vocab_size, key)
+        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    key = jax.random.key(seed, impl="threefry2x32")
+    return jax.jit(init, out_shardings=state_shardings(config, vocab_size, optimizer, mesh))(key)
+
+
+def with_params(state: TrainState, params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """Fresh optimizer state around given weights, in the same shardings."""
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    fresh = jax.jit(lambda p: TrainState(p, optimizer.init(p), jnp.zeros((), jnp.int32)), out_shardings=shardings)
+    return fresh(params)
+
+
+def state_shardings(
+    config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """A TrainState of NamedSharding: optimizer moments lie as their parameters do."""
+
+    def shapes(key: Array) -> TrainState:
+        params = init_params(config, vocab_size, key)
+        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    abstract = jax.eval_shape(shapes, jax.eval_shape(lambda: jax.random.key(0)))
+    return sharding.param_shardings(abstract, mesh)

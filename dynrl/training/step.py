@@ -1,0 +1,180 @@
+"""The train step: one TrainBatch of exactly B groups in, new weights and metrics out.
+
+A batch is cut into minibatches (one optimizer update each) and those into microbatches (gradients summed as sums,
+divided once by the update's whole weight). Both cuts take the same share from every row shard, so no cut moves data.
+Groups keep their order: it is dispatch order, and tasks are drawn at random.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from dynrl.config import RunConfig
+from dynrl.core import group_advantages, masked_sum_count, policy_loss, safe_divide
+from dynrl.models import sharding
+from dynrl.models.decoder import Params
+from dynrl.models.policy import completion_logprobs
+from dynrl.training.state import TrainState
+from dynrl.types import Array, Finish, TrainBatch
+
+Sums = dict[str, tuple[Array, Array]]
+
+
+class Part(NamedTuple):
+    """What the loss of some groups needs, [b, G, ...]."""
+
+    batch: TrainBatch
+    advantages_BG: Array
+    mask_BGT: Array
+    old_logp_BGT: Array  # meaningful when an update is not the first of its step
+
+
+def loss_mask(batch: TrainBatch, overlong: str) -> Array:
+    """bool [B, G, T]: the tokens to train on; real groups, live rollouts, and truncated ones unless masked."""
+    row_BG = batch.real_B[:, None] & batch.live_BG
+    if overlong == "mask":
+        row_BG &= batch.payload.finish_PG != Finish.LENGTH
+    return batch.payload.mask_PGT & row_BG[:, :, None]
+
+
+def cut(tree: Any, num_parts: int, index: Array | int, shards: int) -> Any:
+    """Part `index` of `num_parts` along the leading axis, the same share of every row shard."""
+
+    def one(x: Array) -> Array:
+        size = x.shape[0] // (shards * num_parts)
+        parts = x.reshape(shards, num_parts, size, *x.shape[1:])
+        return jax.lax.dynamic_index_in_dim(parts, index, 1, keepdims=False).reshape(shards * size, *x.shape[1:])
+
+    return jax.tree.map(one, tree)
+
+
+def _logprobs(params: Params, batch: TrainBatch, config: RunConfig) -> tuple[Array, Array]:
+    return completion_logprobs(
+        params,
+        batch.payload,
+        config.model,
+        temperature=config.sampler.temperature,
+        chunk_tokens=config.train.logprob_chunk_tokens,
+    )
+
+
+def _loss(params: Params, part: Part, config: RunConfig, on_policy: bool) -> tuple[Array, tuple[Array, Sums]]:
+    """Loss sum of some groups, with its weight and metric sums."""
+    logp_BGT, entropy_BGT = _logprobs(params, part.batch, config)
+    old_BGT = jax.lax.stop_gradient(logp_BGT) if on_policy else part.old_logp_BGT
+    c, t = config.loss, logp_BGT.shape[-1]
+
+    def rows(x: Array) -> Array:
+        return x.reshape(-1, t)
+
+    constant = (c.constant_length or config.sampler.max_completion_tokens) if c.aggregation == "constant" else None
+    loss_sum, weight, sums = policy_loss(
+        rows(logp_BGT),
+        rows(old_BGT),
+        rows(part.batch.payload.logp_PGT),
+        part.advantages_BG.reshape(-1),
+        rows(part.mask_BGT),
+        clip_low=c.clip_low,
+        clip_high=c.clip_high,
+        aggregation=c.aggregation,
+        constant_length=constant,
+        tis_cap=c.tis_cap or None,
+    )
+    sums["loss"] = (jax.lax.stop_gradient(loss_sum), weight)
+    sums["entropy"] = masked_sum_count(jax.lax.stop_gradient(entropy_BGT), part.mask_BGT)
+    return loss_sum, (weight, sums)
+
+
+def _gradients(params: Params, part: Part, config: RunConfig, on_policy: bool, shards: int) -> tuple[Any, Array, Sums]:
+    """Summed gradients, loss weight and metric sums over the microbatches of a part."""
+    grad = jax.grad(partial(_loss, config=config, on_policy=on_policy), has_aux=True)
+    num = config.train.num_microbatches
+
+    def one(index: Array | int) -> tuple[Any, Array, Sums]:
+        g, (weight, sums) = grad(params, cut(part, num, index, shards) if num > 1 else part)
+        return g, weight, sums
+
+    if num == 1:
+        return one(0)
+    total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, 0))
+    return jax.lax.scan(lambda acc, i: (jax.tree.map(jnp.add, acc, one(i)), None), total, jnp.arange(num))[0]
+
+
+def prepare(params: Params, batch: TrainBatch, config: RunConfig, on_policy: bool) -> tuple[Part, dict[str, Array]]:
+    """Advantages, masks, and the log-probs at the step's start where later updates need them.
+
+    Returns the whole batch as a part, and metrics of the batch.
+    """
+    live_BG = batch.live_BG & batch.real_B[:, None]
+    advantages_BG = group_advantages(batch.rewards_BG, live_BG, estimator=config.loss.estimator)
+    mask_BGT = loss_mask(batch, config.loss.overlong)
+    old_BGT = jnp.zeros_like(batch.payload.logp_PGT) if on_policy else _logprobs(params, batch, config)[0]
+    trains_B = jnp.any((advantages_BG != 0) & mask_BGT.any(-1), axis=1)
+    zero_B = batch.real_B & ~trains_B
+    real = batch.real_B.sum()
+    metrics = {
+        "train_batch/zero_advantage_groups_frac": safe_divide(zero_B.sum().astype(jnp.float32), real),
+        "train_batch/groups": real,
+        "train_batch/tokens": mask_BGT.sum(),
+    }
+    return Part(batch, advantages_BG, mask_BGT, old_BGT), metrics
+
+
+def update(
+    state: TrainState, part: Part, index: Array, config: RunConfig, optimizer: optax.GradientTransformation,
+    on_policy: bool, shards: int,
+) -> tuple[TrainState, dict[str, Array]]:  # fmt: skip
+    """One optimizer update on minibatch `index` of the batch.
+
+    A minibatch without a trained token makes no update: Adam's moments and weight decay would still move the
+    weights. Nor does one with a non-finite gradient; `train_step/nonfinite` counts those.
+    """
+    real = part.batch.real_B.sum()
+    num = config.train.num_minibatches
+    mini = cut(part, num, index, shards) if num > 1 else part
+    grads, weight, sums = _gradients(state.params, mini, config, on_policy, shards)
+    denominator = weight
+    if config.loss.short_step_scale == "nominal":
+        denominator = weight * part.batch.real_B.shape[0] / jnp.maximum(real, 1)
+    grads = jax.tree.map(lambda g: safe_divide(g, denominator), grads)
+    norm = optax.global_norm(grads)
+    finite = jnp.isfinite(norm)
+    apply = finite & (weight > 0)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    moved = TrainState(optax.apply_updates(state.params, updates), opt_state, state.updates + 1)
+    state = jax.tree.map(lambda new, old: jnp.where(apply, new, old), moved, state)
+    metrics = {f"train_step/{name}": safe_divide(total, count) for name, (total, count) in sums.items()}
+    metrics |= {"train_step/grad_norm": norm, "train_step/nonfinite": (~finite).astype(jnp.int32)}
+    return state, metrics
+
+
+def train_step(
+    state: TrainState, batch: TrainBatch, config: RunConfig, optimizer: optax.GradientTransformation, shards: int
+) -> tuple[TrainState, dict[str, Array]]:
+    """All updates of one step: `num_epochs` passes over `num_minibatches` minibatches.
+
+    Returns:
+      The new state, and scalar metrics: means over the updates, but `nonfinite` as a sum.
+    """
+    per_epoch = config.train.num_minibatches
+    num_updates = config.train.num_epochs * per_epoch
+    part, metrics = prepare(state.params, batch, config, on_policy=num_updates == 1)
+    one = partial(update, part=part, config=config, optimizer=optimizer, on_policy=num_updates == 1, shards=shards)
+    if num_updates == 1:
+        state, step_metrics = one(state, index=jnp.zeros((), jnp.int32))
+    else:
+        state, stacked = jax.lax.scan(lambda s, i: one(s, index=i % per_epoch), state, jnp.arange(num_updates))
+        step_metrics = {k: x.sum(0) if k == "train_step/nonfinite" else x.mean(0) for k, x in stacked.items()}
+    return state, metrics | step_metrics
+
+
+def jit_train_step(
+    config: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh, shardings: TrainState
+) -> Any:
+    """`(state, batch) -> (state, metrics)`, jitted; the state is donated, metrics are replicated."""
+    step = partial(train_step, config=config, optimizer=optimizer, shards=sharding.num_row_shards(mesh))
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh)))

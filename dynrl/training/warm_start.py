@@ -1,0 +1,145 @@
+"""A supervised warm start for models trained from scratch: cross-entropy on the reference answers of fresh tasks.
+
+The result is cached by content: the key covers everything that determines the weights, so a cached warm start gives
+the same run, row for row, as one that was just trained. Mesh and workdir do not enter.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import Mesh
+
+from dynrl.config import ModelConfig, RunConfig
+from dynrl.models import sharding
+from dynrl.models.decoder import Params
+from dynrl.models.policy import completion_logprobs
+from dynrl.models.tokenizer import Tokenizer
+from dynrl.types import Array, Payload, Task
+
+TaskAt = Callable[[int], Task]  # a pure function of the index
+
+
+def cache_key(config: RunConfig, tokenizer_fingerprint: str) -> str:
+    """Hash of what determines the warm-started weights."""
+    content = {
+        "model": dataclasses.asdict(config.model),
+        "warm_start": dataclasses.asdict(config.warm_start),
+        "source": [config.tasks.source, config.tasks.source_kwargs],
+        "evaluation": [config.evaluation.num_tasks, config.evaluation.seed],  # its tasks are left out
+        "lengths": [config.tasks.max_prompt_tokens, config.sampler.max_completion_tokens],
+        "tokenizer": tokenizer_fingerprint,
+        "seed": config.seed,
+        "jax": [jax.__version__, jax.default_backend(), jax.device_count()],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def encode_batch(tasks: list[Task], tokenizer: Tokenizer, max_prompt: int, max_completion: int) -> Payload:
+    """Prompts and answers as a payload of one rollout per group; only the fields that log-probs need are filled.
+
+    Raises:
+      ValueError: naming the task, when its prompt or its answer with the stop token does not fit.
+    """
+    n = len(tasks)
+    prompt_PL = np.full((n, max_prompt), tokenizer.pad_id, np.int32)
+    length_P = np.ones(n, np.int32)
+    tokens_PGT = np.zeros((n, 1, max_completion), np.int32)
+    mask_PGT = np.zeros((n, 1, max_completion), bool)
+    for i, task in enumerate(tasks):
+        prompt, answer = tokenizer.encode(task.prompt), [*tokenizer.encode(task.answer), tokenizer.eos_id]
+        if not 0 < len(prompt) <= max_prompt or len(answer) > max_completion:
+            raise ValueError(
+                f"task {task.prompt!r} -> {task.answer!r} of source {task.source} has {len(prompt)} prompt and "
+                f"{len(answer)} answer tokens; tasks.max_prompt_tokens = {max_prompt} and "
+                f"sampler.max_completion_tokens = {max_completion}"
+            )
+        prompt_PL[i, max_prompt - len(prompt) :] = prompt
+        length_P[i] = len(prompt)
+        tokens_PGT[i, 0, : len(answer)] = answer
+        mask_PGT[i, 0, : len(answer)] = True
+    unused = np.zeros((n, 1), np.int32)
+    logp_PGT, version_PGT = np.zeros_like(tokens_PGT, np.float32), np.zeros_like(tokens_PGT)
+    return Payload(prompt_PL, length_P, tokens_PGT, logp_PGT, mask_PGT, version_PGT, unused, unused)
+
+
+def supervised_step(
+    params: Params, opt_state: Any, batch: Payload, model: ModelConfig, optimizer: optax.GradientTransformation
+) -> tuple[Params, Any, Array]:
+    """One update on mean token cross-entropy. Returns the loss too."""
+
+    def loss(params: Params) -> Array:
+        logp, _ = completion_logprobs(params, batch, model)
+        return -jnp.sum(jnp.where(batch.mask_PGT, logp, 0.0)) / batch.mask_PGT.sum()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, value
+
+
+def warm_start(
+    params: Params, config: RunConfig, tokenizer: Tokenizer, task_at: TaskAt, mesh: Mesh, log: Callable[[int, float], None]
+) -> Params:  # fmt: skip
+    """Trains `params` (donated) for `warm_start.num_steps` steps on tasks 0, 1, 2, ... of `task_at`.
+
+    Args:
+      params: random weights, placed.
+      config: the run's.
+      tokenizer: encodes prompts and answers.
+      task_at: the i-th training task of the stage.
+      mesh: the device mesh.
+      log: called with (step, loss) every 20 steps and at the end.
+    """
+    c = config.warm_start
+    decay = optax.cosine_decay_schedule(c.learning_rate, max(c.num_steps - c.warmup_steps, 1), alpha=0.1)
+    ramp = optax.linear_schedule(0.0, c.learning_rate, max(c.warmup_steps, 1))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adam(optax.join_schedules([ramp, decay], [c.warmup_steps]))
+    )
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    opt_shapes = jax.eval_shape(optimizer.init, params)
+    opt_shardings = sharding.param_shardings(opt_shapes, mesh)
+    opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(params)
+    step = jax.jit(
+        partial(supervised_step, model=config.model, optimizer=optimizer),
+        donate_argnums=(0, 1),
+        out_shardings=(shardings, opt_shardings, sharding.replicated(mesh)),
+    )
+    rows = sharding.rows(mesh)
+    for i in range(c.num_steps):
+        tasks = [task_at(i * c.batch_size + j) for j in range(c.batch_size)]
+        host = encode_batch(tasks, tokenizer, config.tasks.max_prompt_tokens, config.sampler.max_completion_tokens)
+        batch = jax.tree.map(lambda x: sharding.place(x, rows), host)
+        params, opt_state, loss = step(params, opt_state, batch)
+        if (i + 1) % 20 == 0 or i + 1 == c.num_steps:
+            log(i + 1, float(loss))
+    return params
+
+
+def cached_warm_start(
+    params: Params, cache_dir: epath.Path | None, make: Callable[[Params], Params]
+) -> tuple[Params, bool]:
+    """The weights of `cache_dir`, or those that `make(params)` trains, stored there for the next run.
+
+    Returns:
+      The weights, and whether they came from the cache.
+    """
+    if cache_dir is None:
+        return make(params), False
+    with ocp.StandardCheckpointer() as checkpointer:
+        if cache_dir.exists():
+            abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+            return checkpointer.restore(cache_dir, abstract), True
+        params = make(params)
+        checkpointer.save(cache_dir, params)
+        checkpointer.wait_until_finished()
+    return params, False

@@ -8,6 +8,7 @@ tasks are another type, without an append.
 import bisect
 import hashlib
 import json
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -63,11 +64,7 @@ class FrozenTasks:
 
 
 def make_frozen(source: ProceduralSource, seed: int, num_tasks: int) -> FrozenTasks:
-    """Returns distinct tasks of a source, told apart by `task_hash`.
-
-    Raises:
-      ValueError: if the source cannot give that many.
-    """
+    """Returns tasks of a source that are distinct by `task_hash`; ValueError if it cannot give that many."""
     tasks: list[Task] = []
     seen: set[str] = set()
     for index in range(num_tasks):
@@ -137,8 +134,7 @@ class TaskStore:
           Their ids, in order.
 
         Raises:
-          TypeError: at a field of the wrong type, naming the index in `new`.
-          ValueError: at an unknown parent, a task_id that is not -1, or an excluded prompt, naming the index in `new`.
+          TypeError, ValueError: at a wrong type, unknown parent, task_id or excluded prompt, naming the index in `new`.
         """
         first = len(self)
         admitted = []
@@ -256,18 +252,22 @@ def _admitted(task: Task, task_id: int, where: str) -> Task:
         raise TypeError(
             f"{where}: level must be an int and parents ints, got {task.level!r}, {task.parents!r}"
         ) from error
-    metadata = _json_copy(task.metadata, where) if task.metadata else {}
+    try:
+        metadata = _json_copy(task.metadata)
+    except (TypeError, RecursionError) as error:
+        raise TypeError(f"{where}: metadata must hold string keys, lists, numbers and strings: {error}") from error
     return Task(task_id, task.source, task.prompt, task.answer, level, parents, metadata)
 
 
-def _json_copy(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
-    try:
-        copy = json.loads(json.dumps(dict(metadata)))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{where}: metadata is not JSON-able: {error}") from error
-    if copy != metadata:
-        raise TypeError(f"{where}: metadata changes in JSON (it needs string keys, and lists for tuples): {metadata!r}")
-    return copy
+def _json_copy(value: Any) -> Any:
+    """Returns a deep copy of what JSON gives back unchanged; raises TypeError at anything else."""
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _json_copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_json_copy(item) for item in value]
+    if value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise TypeError(f"{value!r} would not survive JSON")
 
 
 def _refuse_excluded(task: Task, exclude: Set[str], where: str) -> None:

@@ -1,0 +1,267 @@
+"""Procedural task sources: every task is a pure function of (source, seed, index).
+
+Random numbers are counter-based: hashes of where they stand. So neighbouring seeds or indices share nothing (sources
+that seed a generator with seed + index give neighbouring seeds almost the same tasks), and a task does not depend on
+which tasks were made before it.
+
+This module knows neither JAX nor the store: ids are given on admission, and tasks made here carry -1.
+"""
+
+import dataclasses
+import hashlib
+import struct
+import unicodedata
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dynrl.types import Task
+
+MAX_RETRIES = 1_000  # draws of one task that may collide with excluded ones
+_UNPACK_WORDS = struct.Struct("<8Q").unpack  # one BLAKE2b digest
+
+
+def task_hash(prompt: str) -> str:
+    """Names a prompt's content: equal for prompts that differ only in white space or Unicode form.
+
+    Args:
+      prompt: any text, lone surrogates included.
+
+    Returns:
+      32 hexadecimal digits: half of the SHA-256 of the text after NFKC, stripped, runs of white space made one space.
+    """
+    text = " ".join(unicodedata.normalize("NFKC", prompt).split())
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+class Draws:
+    """Draws of bounded integers from one counter-based sequence.
+
+    The words are BLAKE2b digests of (stream, seed, index, salt, block), which costs a tenth of constructing a
+    generator of `numpy.random`, and no version of NumPy changes them.
+    """
+
+    def __init__(self, seed: int, stream: str, index: int, salt: int = 0):
+        self._where = f"{stream}:{seed}:{index}:{salt}"
+        self._num_blocks = 0
+        self._words: list[int] = []
+
+    def below(self, bound: int) -> int:
+        """Returns a uniform integer in [0, bound); the bias is below bound / 2**64."""
+        if not self._words:
+            digest = hashlib.blake2b(f"{self._where}:{self._num_blocks}".encode()).digest()
+            self._words.extend(_UNPACK_WORDS(digest))
+            self._num_blocks += 1
+        return (self._words.pop() * bound) >> 64
+
+
+class ProceduralSource(Protocol):
+    """What a store needs of a source of tasks. Sources hold no state: `task` is a pure function.
+
+    `kwargs` are the JSON-able arguments that rebuild the source, and so part of its identity in a checkpoint.
+    `alphabet` is the set of characters that its prompts and answers use, and the two maxima bound their lengths in
+    characters; each is None where the source cannot say.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]: ...  # noqa: D102
+
+    @property
+    def levels(self) -> tuple[int, ...]: ...  # noqa: D102
+
+    @property
+    def alphabet(self) -> frozenset[str] | None: ...  # noqa: D102
+
+    @property
+    def max_prompt_chars(self) -> int | None: ...  # noqa: D102
+
+    @property
+    def max_answer_chars(self) -> int | None: ...  # noqa: D102
+
+    def task(self, seed: int, index: int, exclude: Set[str] = frozenset()) -> Task:
+        """Returns the task at (seed, index), with task_id -1, whose `task_hash` is not in `exclude`.
+
+        Raises ValueError, naming the source and the level, where it finds none.
+        """
+        ...
+
+
+class LeveledSource(ABC):
+    """Base of sources that write a problem for a level: uniform over levels, and clear of excluded prompts."""
+
+    name: str
+    cure: str  # what makes the easiest level larger, for the error
+
+    @property
+    @abstractmethod
+    def levels(self) -> tuple[int, ...]:
+        """The difficulties, in ascending order."""
+
+    @abstractmethod
+    def problem(self, draws: Draws, level: int) -> tuple[str, str]:
+        """Returns a prompt of this level and its answer; `draws` is its only source of chance."""
+
+    def task(self, seed: int, index: int, exclude: Set[str] = frozenset()) -> Task:
+        """Returns the task at (seed, index), with task_id -1, whose `task_hash` is not in `exclude`.
+
+        The level is drawn once and kept over the retries, so excluding tasks does not shift the mix of levels.
+
+        Raises:
+          ValueError: if `MAX_RETRIES` further draws at the level all lie in `exclude`.
+        """
+        draws = Draws(seed, self.name, index)
+        level = self.levels[draws.below(len(self.levels))]
+        for salt in range(1, MAX_RETRIES + 2):
+            prompt, answer = self.problem(draws, level)
+            if not exclude or task_hash(prompt) not in exclude:
+                return Task(-1, self.name, prompt, answer, level)
+            draws = Draws(seed, self.name, index, salt)
+        raise ValueError(
+            f"{self.name}: all {MAX_RETRIES + 1} draws at level {level} (seed {seed}, index {index}) are among the "
+            f"{len(exclude)} excluded tasks; use fewer evaluation tasks, or {self.cure}"
+        )
+
+
+@dataclass(frozen=True)
+class DigitSorting(LeveledSource):
+    """Sort digits: the prompt `3142>` has the answer `1234`. The level is the number of digits.
+
+    Attributes:
+      min_length: fewest digits of a prompt.
+      max_length: most digits of a prompt.
+      num_symbols: digits 0 to num_symbols - 1 occur, with repetition.
+    """
+
+    min_length: int = 2
+    max_length: int = 11
+    num_symbols: int = 10
+
+    name = "digit_sorting"
+    cure = "raise min_length or num_symbols"
+
+    def __post_init__(self):
+        if not 1 <= self.min_length <= self.max_length:
+            raise ValueError(f"digit_sorting needs 1 <= min_length <= max_length, got {self}")
+        if not 2 <= self.num_symbols <= 10:
+            raise ValueError(f"digit_sorting needs 2 <= num_symbols <= 10, got {self}")
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments that rebuild the source."""
+        return dataclasses.asdict(self)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The lengths."""
+        return tuple(range(self.min_length, self.max_length + 1))
+
+    @property
+    def alphabet(self) -> frozenset[str]:
+        """The digits and the delimiter."""
+        return frozenset("0123456789"[: self.num_symbols] + ">")
+
+    @property
+    def max_prompt_chars(self) -> int:
+        """The delimiter included."""
+        return self.max_length + 1
+
+    @property
+    def max_answer_chars(self) -> int:
+        """As many as the prompt has digits."""
+        return self.max_length
+
+    def problem(self, draws: Draws, level: int) -> tuple[str, str]:
+        """Returns `level` digits with the delimiter, and the digits in ascending order."""
+        digits = [draws.below(self.num_symbols) for _ in range(level)]
+        return "".join(map(str, digits)) + ">", "".join(map(str, sorted(digits)))
+
+
+@dataclass(frozen=True)
+class Arithmetic(LeveledSource):
+    """Integer expressions: the prompt `12+7=` has the answer `19`, and `3-10=` has `-7`.
+
+    Multiplication binds more tightly than addition and subtraction. The level is 10 * digits + terms: at level 23
+    there are three terms, the longest of exactly two digits.
+
+    Attributes:
+      min_digits: fewest digits of a prompt's longest term.
+      max_digits: most digits of a term.
+      operators: those that occur, each once: of `+-*`.
+      min_terms: fewest terms of a prompt, at least 2.
+      max_terms: most terms of a prompt, at most 9.
+    """
+
+    min_digits: int = 1
+    max_digits: int = 2
+    operators: str = "+-*"
+    min_terms: int = 2
+    max_terms: int = 2
+
+    name = "arithmetic"
+    cure = "raise min_digits or min_terms"
+
+    def __post_init__(self):
+        if not 1 <= self.min_digits <= self.max_digits:
+            raise ValueError(f"arithmetic needs 1 <= min_digits <= max_digits, got {self}")
+        if not 2 <= self.min_terms <= self.max_terms <= 9:
+            raise ValueError(f"arithmetic needs 2 <= min_terms <= max_terms <= 9, got {self}")
+        if sorted(self.operators) not in [sorted(op) for op in ("+", "-", "*", "+-", "+*", "-*", "+-*")]:
+            raise ValueError(f"arithmetic needs operators from '+-*', each at most once, got {self}")
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments that rebuild the source."""
+        return dataclasses.asdict(self)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """10 * digits + terms, for every combination."""
+        return tuple(
+            10 * digits + terms
+            for digits in range(self.min_digits, self.max_digits + 1)
+            for terms in range(self.min_terms, self.max_terms + 1)
+        )
+
+    @property
+    def alphabet(self) -> frozenset[str]:
+        """The digits, the operators and the equals sign."""
+        return frozenset("0123456789=" + self.operators)
+
+    @property
+    def max_prompt_chars(self) -> int:
+        """Terms, operators between them, and the equals sign."""
+        return self.max_terms * (self.max_digits + 1)
+
+    @property
+    def max_answer_chars(self) -> int:
+        """The longest answer, its sign included."""
+        term, terms = 10**self.max_digits - 1, self.max_terms
+        product, total = "*" in self.operators, "+" in self.operators
+        largest = term**terms if product else term * terms if total else term
+        most_negative = term ** (terms - 1) if product else term * (terms - 1)
+        return max(len(str(largest)), len(str(-most_negative)) if "-" in self.operators else 0)
+
+    def problem(self, draws: Draws, level: int) -> tuple[str, str]:
+        """Returns an expression of the level with its equals sign, and its value."""
+        digits, num_terms = divmod(level, 10)
+        terms = [draws.below(10**digits) for _ in range(num_terms)]
+        smallest = 10 ** (digits - 1) if digits > 1 else 0
+        terms[draws.below(num_terms)] = smallest + draws.below(10**digits - smallest)
+        operators = [self.operators[draws.below(len(self.operators))] for _ in range(num_terms - 1)]
+        prompt = str(terms[0]) + "".join(op + str(term) for op, term in zip(operators, terms[1:], strict=True)) + "="
+        return prompt, str(_value(terms, operators))
+
+
+def _value(terms: list[int], operators: list[str]) -> int:
+    total, product, sign = 0, terms[0], 1
+    for operator, term in zip(operators, terms[1:], strict=True):
+        if operator == "*":
+            product *= term
+        else:
+            total += sign * product
+            product, sign = term, 1 if operator == "+" else -1
+    return total + sign * product

@@ -21,7 +21,7 @@ def _grpo(centred: Centred, count_P: Array, eps: float) -> Array:
 
 
 def _dr_grpo(centred: Centred, count_P: Array, eps: float) -> Array:
-    """r - mean."""
+    """R - mean."""
     del count_P, eps
     return centred.deviation_PG / centred.scale_P[:, None]
 

@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 def loss_mask(batch: TrainBatch, overlong: str) -> Array:
-    """bool [B, G, T]: the tokens to train on; real groups, live rollouts, and truncated ones unless masked."""
+    """Bool [B, G, T]: the tokens to train on; real groups, live rollouts, and truncated ones unless masked."""
     row_BG = batch.real_B[:, None] & batch.live_BG
     if overlong == "mask":
         row_BG &= batch.payload.finish_PG != Finish.LENGTH

@@ -87,7 +87,8 @@ def supervised_step(
 
 
 def warm_start(
-    params: Params, config: RunConfig, tokenizer: Tokenizer, task_at: TaskAt, mesh: Mesh, log: Callable[[int, float], None]
+    params: Params, config: RunConfig, tokenizer: Tokenizer, task_at: TaskAt, mesh: Mesh,
+    log: Callable[[int, float], None],
 ) -> Params:  # fmt: skip
     """Trains `params` (donated) for `warm_start.num_steps` steps on tasks 0, 1, 2, ... of `task_at`.
 

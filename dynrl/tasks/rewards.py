@@ -11,7 +11,7 @@ import numbers
 import re
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -103,7 +103,7 @@ def resolve_verifier(name_or_path: str) -> Verifier:
         found = getattr(found, part)
     if not callable(found):
         raise TypeError(f"verifier {name_or_path!r} is not callable: {_REPR.repr(found)}")
-    return found
+    return cast(Verifier, found)
 
 
 def as_reward(value: Any, verifier_name: str, task_id: int) -> Reward:

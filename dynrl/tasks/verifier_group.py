@@ -1,12 +1,17 @@
-"""A group while it is verified, and how its verdicts become `Scores`. Plain records: no processes, no threads."""
+"""Groups while they are verified: how they travel, and how their verdicts become `Scores`. No processes, no threads."""
 
-from collections import Counter
+import pickle
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dynrl.tasks.verifier_worker import Verdict
 from dynrl.types import Reward, Scores, Status, Task
 
 _DEAD = float("nan")
+_MAX_UNITS = 16  # in one message
+_MAX_CHARS = 1 << 20  # no further unit joins a message with so much text
 
 
 @dataclass
@@ -39,15 +44,73 @@ class Group:
         return Scores(self.ticket, tuple(rewards), statuses)
 
 
-@dataclass
-class Job:
-    """Some rollouts of one group, for one worker."""
+@dataclass(frozen=True)
+class Unit:
+    """Some rollouts of one group that wait for a worker; `alone`: not to share a message with others."""
 
-    job_id: int
     group: Group
     indices: tuple[int, ...]
+    alone: bool = False
 
     @property
-    def open_indices(self) -> list[int]:
+    def open_indices(self) -> tuple[int, ...]:
         """The rollouts without a verdict."""
-        return [index for index in self.indices if index not in self.group.verdicts]
+        return tuple(index for index in self.indices if index not in self.group.verdicts)
+
+    @property
+    def texts(self) -> list[str | None]:
+        """Its completions."""
+        return [self.group.texts[index] for index in self.indices]
+
+
+class Job:
+    """What one message asks of a worker: units, whose rollouts are numbered through."""
+
+    def __init__(self, job_id: int, units: Sequence[Unit]) -> None:
+        self.job_id = job_id
+        self.units = units
+        self.rollouts = [(unit.group, index) for unit in units for index in unit.indices]
+        self.alone = len(self.rollouts) == 1
+
+    def remainder(self, suspect: int | None) -> list[Unit]:
+        """What to judge again when the worker was lost at rollout `suspect` (None: unknown).
+
+        Units that it had not reached stay whole. Of the others, each rollout without a verdict goes alone.
+        """
+        units, start = [], 0
+        for unit in self.units:
+            if suspect is not None and start > suspect:
+                units.append(unit)
+            else:
+                units += [Unit(unit.group, (index,), alone=True) for index in unit.open_indices]
+            start += len(unit.indices)
+        return units
+
+
+class Message(NamedTuple):
+    """Units for one worker with their pickled tasks and texts; and those that cannot be sent, with the reason."""
+
+    units: list[Unit]
+    bodies: list[bytes]
+    unpicklable: list[tuple[Unit, Exception]]
+
+
+def take_units(waiting: deque[Unit], num_units: int) -> Message:
+    """Takes at most `num_units` units from the front of the queue, or one that goes alone."""
+    message = Message([], [], [])
+    num_chars = 0
+    while waiting and len(message.units) < min(num_units, _MAX_UNITS) and num_chars < _MAX_CHARS:
+        if waiting[0].alone and message.units:
+            break
+        unit = waiting.popleft()
+        try:
+            body = pickle.dumps((unit.group.task, unit.texts), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            message.unpicklable.append((unit, error))
+            continue
+        message.units.append(unit)
+        message.bodies.append(body)
+        num_chars += sum(len(text or "") for text in unit.texts)
+        if unit.alone:
+            break
+    return message

@@ -19,10 +19,9 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
 from typing import Any
 
-from dynrl.tasks.verifier_group import Group, Job
+from dynrl.tasks.verifier_group import Group, Job, Unit, take_units
 from dynrl.tasks.verifier_process import Worker
 from dynrl.tasks.verifier_worker import OUT_OF_MEMORY, Setup, Verdict
 from dynrl.types import Scores, Status
@@ -57,7 +56,7 @@ class Pool:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._workers: list[Worker] = []
         self._killed: list[Worker] = []
-        self._jobs: deque[Job] = deque()
+        self._waiting: deque[Unit] = deque()
         self._num_jobs = 0
         self._num_barren = 0  # starts in a row that led to no judged rollout and cannot be blamed on one
         self._start_after = 0.0
@@ -116,18 +115,10 @@ class Pool:
     def _admit(self, group: Group) -> None:
         for index, text in enumerate(group.texts):
             if text is None:
-                self._settle(group, Verdict(index, Status.SAMPLER))
+                self._settle(group, index, Verdict(index, Status.SAMPLER))
         if not group.finished:
-            self._enqueue(group, [index for index, text in enumerate(group.texts) if text is not None])
-
-    def _enqueue(self, group: Group, indices: Sequence[int], first: bool = False) -> None:
-        self._num_jobs += 1
-        job = Job(self._num_jobs, group, tuple(indices))
-        self._jobs.appendleft(job) if first else self._jobs.append(job)
-
-    def _retry_alone(self, group: Group, indices: Sequence[int]) -> None:
-        for index in reversed(indices):
-            self._enqueue(group, (index,), first=True)
+            indices = tuple(index for index, text in enumerate(group.texts) if text is not None)
+            self._waiting.append(Unit(group, indices))
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._num_workers and time.monotonic() >= self._start_after and not self.failure:
@@ -146,19 +137,19 @@ class Pool:
 
     def _dispatch(self) -> None:
         for worker in self._workers:
-            while self._jobs and worker.ready and worker.job is None:
-                job = self._jobs.popleft()
-                group = job.group
-                texts = [group.texts[index] for index in job.indices]
-                try:
-                    body = pickle.dumps((group.task, texts), protocol=pickle.HIGHEST_PROTOCOL)
-                except Exception as error:
-                    for index in job.indices:
-                        self._settle(group, Verdict(index, Status.ERROR, error=f"cannot pickle the task: {error}"))
-                    continue
-                worker.job = job
-                worker.send(pickle.dumps((job.job_id, group.verifier, job.indices)), body)
-                self._watch(worker)
+            while self._waiting and worker.ready and worker.job is None:
+                # Several units while many wait, and never so many that other workers would have none.
+                message = take_units(self._waiting, 1 + len(self._waiting) // (2 * self._num_workers))
+                for unit, error in message.unpicklable:
+                    for index in unit.indices:
+                        verdict = Verdict(index, Status.ERROR, error=f"cannot pickle the task: {error}")
+                        self._settle(unit.group, index, verdict)
+                if message.units:
+                    self._num_jobs += 1
+                    worker.job = job = Job(self._num_jobs, message.units)
+                    parts = [(unit.group.verifier, len(unit.indices)) for unit in message.units]
+                    worker.send(pickle.dumps((job.job_id, parts)), *message.bodies)
+                    self._watch(worker)
 
     def _patience(self) -> float:
         """Until the next deadline at the earliest; a tick at most."""
@@ -192,21 +183,23 @@ class Pool:
 
     def _take_verdicts(self, worker: Worker, job: Job, message: dict[str, Any]) -> None:
         self._num_barren = 0
-        group = job.group
         for verdict in (Verdict(*entry) for entry in message["verdicts"]):
+            group, index = job.rollouts[verdict.rollout]
             if verdict.status != OUT_OF_MEMORY:
-                self._settle(group, verdict)
+                self._settle(group, index, verdict)
                 continue
             # Memory may have been used up by others before: only alone in a fresh worker is the text to blame.
-            group.attempts[verdict.rollout] += 1
-            alone = message["fresh"] and len(job.indices) == 1
-            if alone or group.attempts[verdict.rollout] >= self._max_attempts:
-                self._settle(group, verdict._replace(status=Status.UNPARSABLE, error=""))
+            group.attempts[index] += 1
+            if (message["fresh"] and job.alone) or group.attempts[index] >= self._max_attempts:
+                self._settle(group, index, verdict._replace(status=Status.UNPARSABLE, error=""))
         if message["done"]:
             worker.job = None
         elif not message["usable"]:
             self._discard(worker)
-            self._retry_alone(group, job.open_indices)
+            self._requeue(job, message["verdicts"][-1][0])
+
+    def _requeue(self, job: Job, suspect: int | None) -> None:
+        self._waiting.extendleft(reversed(job.remainder(suspect)))
 
     def _check_workers(self) -> None:
         """Deadlines, and ends that the connection does not show."""
@@ -235,8 +228,8 @@ class Pool:
         self._discard(worker)
         self._num_barren = 0
         note = f"no verdict within {self._timeout_secs:g} s"
-        self._settle(job.group, Verdict(running[0], Status.TIMEOUT, info={"timeout": note}))
-        self._retry_alone(job.group, job.open_indices)
+        self._settle(*job.rollouts[running[0]], Verdict(running[0], Status.TIMEOUT, info={"timeout": note}))
+        self._requeue(job, running[0])
 
     def _lose(self, worker: Worker) -> None:
         """A worker has died: of the rollout that it was judging, if it was judging one."""
@@ -250,13 +243,13 @@ class Pool:
             running = worker.running(job.job_id)
             reason = worker.complaint()
             self._discard(worker)
-            suspects = [running[0]] if running and running[0] in job.open_indices else job.open_indices
-            for index in suspects:
-                job.group.attempts[index] += 1
-                if job.group.attempts[index] >= self._max_attempts:
+            if running or job.alone:  # else nobody is to blame yet: each goes alone next
+                group, index = job.rollouts[running[0] if running else 0]
+                group.attempts[index] += 1
+                if group.attempts[index] >= self._max_attempts:
                     error = f"the worker died on every one of {self._max_attempts} attempts; the last time, {reason}"
-                    self._settle(job.group, Verdict(index, Status.CRASHED, info={"error": "died"}, error=error))
-            self._retry_alone(job.group, job.open_indices)
+                    self._settle(group, index, Verdict(index, Status.CRASHED, info={"error": "died"}, error=error))
+            self._requeue(job, running[0] if running else None)
 
     def _lose_unready(self, worker: Worker, message: str, hopeless: bool = False) -> None:
         self._discard(worker, restart=False)
@@ -277,17 +270,18 @@ class Pool:
         with self.changed:
             self.counts["restarts"] += restart
 
-    def _settle(self, group: Group, verdict: Verdict) -> None:
+    def _settle(self, group: Group, index: int, verdict: Verdict) -> None:
         """Records the end of one rollout; with the last one, the group is finished. The first verdict counts."""
-        if verdict.rollout in group.verdicts:
+        if index in group.verdicts:
             return
-        group.verdicts[verdict.rollout] = verdict
-        with self.changed:
-            if verdict.error:
-                where = f"verifier {group.verifier!r}, task {group.task.task_id}, rollout {verdict.rollout}"
+        group.verdicts[index] = verdict
+        if verdict.error:
+            where = f"verifier {group.verifier!r}, task {group.task.task_id}, rollout {index}"
+            with self.changed:
                 self.errors.append(f"{where}: {verdict.status}: {verdict.error}")
-            if group.finished:
-                scores = group.scores(self._setup.metric)
+        if group.finished:
+            scores = group.scores(self._setup.metric)
+            with self.changed:
                 self.counts.update(status.value for status in scores.statuses)
                 self.finished.append((group.order, scores))
                 self.changed.notify_all()

@@ -4,6 +4,7 @@ What runs inside is `verifier_worker.py`; who gets which job is the pool's busin
 """
 
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -21,6 +22,7 @@ from typing import Any
 from dynrl.tasks.verifier_worker import IN_WORKER, LENGTH, MAX_ERROR_CHARS, RUNNING, Setup
 
 _MAX_REPLY_BYTES = 1 << 28
+_MAX_BUFFERS = 64
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from dynrl.tasks.verifier_worker import main; main()"
 )
@@ -78,13 +80,14 @@ class Worker:
         self.flush()
 
     def flush(self) -> None:
-        """Writes what fits."""
+        """Writes what fits, in few calls: each of them wakes the worker."""
         try:
             while self._outbox:
-                sent = self.socket.send(self._outbox[0])
-                self._outbox[0] = self._outbox[0][sent:]
-                if not self._outbox[0]:
-                    self._outbox.popleft()
+                sent = self.socket.sendmsg(tuple(itertools.islice(self._outbox, _MAX_BUFFERS)))
+                while self._outbox and sent >= len(self._outbox[0]):
+                    sent -= len(self._outbox.popleft())
+                if sent:
+                    self._outbox[0] = self._outbox[0][sent:]
         except BlockingIOError:
             pass
         except OSError:

@@ -48,7 +48,7 @@ class Setup(NamedTuple):
 class Verdict(NamedTuple):
     """How one rollout was judged, as it travels. `error` is for people, and empty where nothing went wrong."""
 
-    rollout: int  # its index in the group
+    rollout: int  # its number in the job
     status: str
     score: float = 0.0
     components: Mapping[str, float] = {}
@@ -81,7 +81,7 @@ def main() -> None:
     _send(connection, {"ready": True})
     bench = _Bench(connection, running, verifiers, setup.metric)
     while bench.usable and (header := _read_frame(frames)):
-        bench.serve(header, _read_frame(frames))
+        bench.serve(header, frames)
 
 
 class _Bench:
@@ -94,42 +94,54 @@ class _Bench:
         self.running = running
         self.verifiers = verifiers
         self.metric = metric
+        self.job = 0
+        self.verdicts: list[Verdict] = []  # not reported yet
+        self.reported_at = 0.0
         self.num_judged = 0
         self.usable = True
 
-    def serve(self, header: bytes, body: bytes) -> None:
-        """Judges one job: some rollouts of one group."""
-        job, name, indices = pickle.loads(header)
-        verdicts: list[Verdict] = []
-        reported_at = time.monotonic()
+    def serve(self, header: bytes, frames: BinaryIO) -> None:
+        """Judges one job: for each verifier named in the header, a frame with a task and its texts."""
+        self.job, parts = pickle.loads(header)
+        self.reported_at = time.monotonic()
+        first = 0
+        for number, (name, num_rollouts) in enumerate(parts, 1):
+            self._judge_texts(name, _read_frame(frames), range(first, first + num_rollouts))
+            self._report(done=self.usable and number == len(parts))  # others must not wait for the next unit's hangs
+            if not self.usable:
+                return
+            first += num_rollouts
+
+    def _judge_texts(self, name: str, body: bytes, numbers: range) -> None:
         try:
             task, texts = pickle.loads(body)
         except BaseException as error:
             status = OUT_OF_MEMORY if isinstance(error, MemoryError) else Status.ERROR
+            self.verdicts += [Verdict(number, status, error=_describe(error)) for number in numbers]
             self.usable = status != OUT_OF_MEMORY
-            self._report(job, [Verdict(index, status, error=_describe(error)) for index in indices], done=self.usable)
             return
-        for index, text in zip(indices, texts, strict=True):
-            if verdicts and time.monotonic() - reported_at > _FLUSH_SECS:
-                self._report(job, verdicts, done=False)
-                verdicts, reported_at = [], time.monotonic()
-            RUNNING.pack_into(self.running, 0, job, index, 0.0)
-            _START.pack_into(self.running, _START_OFFSET, time.monotonic())
-            verdicts.append(judge(self.verifiers[name], name, task, index, text, self.metric))
+        for number, text in zip(numbers, texts, strict=True):
+            now = time.monotonic()
+            if self.verdicts and now - self.reported_at > _FLUSH_SECS:
+                self._report(done=False)
+                now = time.monotonic()
+            RUNNING.pack_into(self.running, 0, self.job, number, 0.0)
+            _START.pack_into(self.running, _START_OFFSET, now)
+            self.verdicts.append(judge(self.verifiers[name], name, task, number, text, self.metric))
             _START.pack_into(self.running, _START_OFFSET, 0.0)
             signal.alarm(0)  # one that a verifier left behind must not hit the next rollout
-            self.usable = verdicts[-1].status != OUT_OF_MEMORY
+            self.usable = self.verdicts[-1].status != OUT_OF_MEMORY
             if not self.usable:
-                break
+                return
             self.num_judged += 1
-        self._report(job, verdicts, done=self.usable)
 
-    def _report(self, job: int, verdicts: list[Verdict], done: bool) -> None:
-        fresh = self.num_judged == 0
-        _send(self.connection, {"job": job, "verdicts": verdicts, "done": done, "usable": self.usable, "fresh": fresh})
+    def _report(self, done: bool) -> None:
+        message = {"job": self.job, "done": done, "usable": self.usable, "fresh": self.num_judged == 0}
+        _send(self.connection, {**message, "verdicts": self.verdicts})
+        self.verdicts, self.reported_at = [], time.monotonic()
 
 
-def judge(verifier: Verifier, name: str, task: Task, index: int, text: str, metric: str) -> Verdict:
+def judge(verifier: Verifier, name: str, task: Task, number: int, text: str, metric: str) -> Verdict:
     """Runs the verifier on one text, and turns whatever happens into a verdict.
 
     Memory and recursion that run out are the text's doing, as a missed deadline is. Everything else that is raised,
@@ -141,16 +153,16 @@ def judge(verifier: Verifier, name: str, task: Task, index: int, text: str, metr
             raise ValueError(f"verifier {name!r}, task {task.task_id}: metric {metric!r} is missing")
         bad = [key for key, value in (("score", reward.score), *reward.components.items()) if not math.isfinite(value)]
         if bad:
-            return Verdict(index, Status.NONFINITE, error=f"not finite: {', '.join(bad)[:MAX_NOTE_CHARS]}")
-        return Verdict(index, Status.OK, *reward)
+            return Verdict(number, Status.NONFINITE, error=f"not finite: {', '.join(bad)[:MAX_NOTE_CHARS]}")
+        return Verdict(number, Status.OK, *reward)
     except Unparsable as error:
-        return Verdict(index, Status.UNPARSABLE, info={"unparsable": _note(error)})
+        return Verdict(number, Status.UNPARSABLE, info={"unparsable": _note(error)})
     except MemoryError as error:
-        return Verdict(index, OUT_OF_MEMORY, info={"unparsable": _note(error)})
+        return Verdict(number, OUT_OF_MEMORY, info={"unparsable": _note(error)})
     except RecursionError as error:
-        return Verdict(index, Status.UNPARSABLE, info={"unparsable": _note(error)})
+        return Verdict(number, Status.UNPARSABLE, info={"unparsable": _note(error)})
     except BaseException as error:
-        return Verdict(index, Status.ERROR, info={"error": _note(error)}, error=_describe(error))
+        return Verdict(number, Status.ERROR, info={"error": _note(error)}, error=_describe(error))
 
 
 def _note(error: BaseException) -> str:

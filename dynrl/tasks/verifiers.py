@@ -11,7 +11,8 @@ missed deadline, memory or recursion that runs out, an unreadable answer) is liv
 the verifier would escape punishment; what infrastructure or a faulty verifier lost is dead, with score NaN.
 
 Verifiers are loaded before the first deadline runs: import heavy libraries at the top of their module. What they
-print is discarded. Child processes that they start die with their worker. This module does not know JAX.
+print is discarded, child processes that they start die with their worker, and JAX there sees the CPU only. This module
+does not know JAX.
 """
 
 import math

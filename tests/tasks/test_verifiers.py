@@ -300,6 +300,19 @@ def test_metric_may_name_a_component():
         assert "metric 'style' is missing" in verifiers.errors()[-1]
 
 
+def test_groups_that_share_a_message_do_not_share_their_fate():
+    """Many groups wait, so that several travel together: one that hangs or dies delays and fails nobody else."""
+    deeds = {3: "cloop", 11: "kill", 12: "absurd", 20: "raise x"}
+    expected = {3: Status.TIMEOUT, 11: Status.CRASHED, 12: Status.UNPARSABLE, 20: Status.ERROR}
+    with Verifiers({"s": "hostile:act"}, timeout_secs=1.5) as verifiers:
+        for ticket in range(32):
+            verifiers.submit(ticket, task(), ["good", deeds.get(ticket, "bad"), "good"])
+        first = verifiers.wait(5.0)
+        assert {scores.ticket for scores in first} <= {0, 1, 2}  # not held back by the one that hangs
+        for scores in first + collect(verifiers):
+            assert scores.statuses == (Status.OK, expected.get(scores.ticket, Status.OK), Status.OK)
+
+
 def test_submit_and_poll_never_block_while_the_verifier_hangs():
     with Verifiers({"s": "hostile:act"}, timeout_secs=30) as verifiers:
         start = time.monotonic()

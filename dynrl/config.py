@@ -231,6 +231,16 @@ def to_mapping(config: RunConfig) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def known_keys(cls: type = RunConfig, prefix: str = "") -> list[str]:
+    """Full names of all keys, groups included."""
+    names = []
+    for key, hint in typing.get_type_hints(cls).items():
+        names.append(prefix + key)
+        if dataclasses.is_dataclass(hint):
+            names += known_keys(typing.cast(type, hint), f"{prefix}{key}.")
+    return names
+
+
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Full names of the keys whose values differ."""
     names = []

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 from etils import epath
 
 Row = dict[str, float | int | None]
-POPULATIONS = ("all", "kept", "trained", "first_attempt")
 
 REGISTRY: dict[str, str] = {
     "run/step": "optimizer steps made",
@@ -160,7 +159,12 @@ def read_rows(path: epath.Path, limit: int | None = None) -> list[Row]:
 
 
 class TensorBoardWriter:
-    """Scalars for TensorBoard. A restart purges the steps that are made again."""
+    """Scalars for TensorBoard. A restart purges the steps that are made again.
+
+    Args:
+      directory: of the event files.
+      first_step: rows from this step on come again.
+    """
 
     def __init__(self, directory: epath.Path, first_step: int = 0) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -168,9 +172,10 @@ class TensorBoardWriter:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         directory.mkdir(parents=True, exist_ok=True)
+        restarted = any(directory.iterdir())
         self._event, self._summary = Event, Summary
         self._file = EventFileWriter(str(directory))
-        if first_step:
+        if restarted:
             log = SessionLog(status=SessionLog.START)
             self._file.add_event(Event(wall_time=time.time(), step=first_step, session_log=log))
 

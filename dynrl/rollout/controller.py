@@ -115,11 +115,20 @@ def apply(state: ControllerState, event: Event) -> tuple[ControllerState, list[C
         case StopRequested():
             commands += _stop(state, event.reason)
         case Resumed():
-            pass
+            commands += _resumed(state)
     if not state.stopped and not state.awaiting:
         commands += _decide(state)
     state.ledger.check()
     return state, commands
+
+
+def _resumed(state: ControllerState) -> list[Command]:
+    """Forgets commands whose answer never came, which are decided again, and resubmits what was under way."""
+    state.awaiting, state.training = "", ()
+    under_way = tuple(t for t in state.ledger.open.values() if t.phase is not Phase.READY)
+    for ticket in under_way:
+        state.ledger.restart(ticket.ticket)
+    return [Dispatch(under_way)] if under_way else []
 
 
 def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:

@@ -46,7 +46,7 @@ class StopRequested:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The state was restored or is new, and work may begin."""
+    """The state is new or was restored: work begins, and what was under way is dispatched again."""
 
 
 Event = TasksDrawn | GroupGenerated | GroupJudged | StepTrained | StopRequested | Resumed

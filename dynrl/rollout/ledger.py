@@ -88,6 +88,13 @@ class Ledger:
         self.levels[phase] += 1
         ticket.phase = phase
 
+    def restart(self, number: int) -> None:
+        """Puts an open ticket back in flight: the process that had it is gone."""
+        ticket = self._get(number)
+        self.levels[ticket.phase] -= 1
+        self.levels[Phase.IN_FLIGHT] += 1
+        ticket.phase = Phase.IN_FLIGHT
+
     def end(self, number: int, *, dropped: Dropped | None = None, failed: bool = False) -> Ticket:
         """Closes a ticket: dropped for a reason, failed, or else trained, which only a ready one can be."""
         ticket = self._get(number)

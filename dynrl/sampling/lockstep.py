@@ -207,12 +207,20 @@ class LockstepSampler:
             host_finish_PG=sharding.local_rows(payload.finish_PG),
         )
 
-    def warm_up(self) -> None:
-        """Compiles everything by running a batch of no valid rows."""
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values on all devices while a batch is decoded."""
+        c = self._config
+        columns = self._p * self._l + self._p * self._g * max(self._t - 1, 1)
+        return 2 * c.num_layers * c.num_kv_heads * c.head_dim * columns * jnp.dtype(c.dtype).itemsize
+
+    def warm_up(self) -> Groups:
+        """Compiles everything by running a batch of no valid rows, and returns what it hands over."""
         batch = jax.tree.map(lambda x: sharding.place(x, self._rows), self._host_batch([]))
         state = self._start(self._params, batch, self._seed)
         state, done = self._chunk(self._params, state, self._no_stop, self._chunk_steps)
-        jax.block_until_ready((self._payload(state, self._version), done))
+        np.asarray(done), int(state.active_steps)
+        return self._hand_over(state, np.zeros(self._p, bool))
 
 
 def _abstract_params(config: ModelConfig, vocab_size: int) -> Params:

@@ -1,0 +1,44 @@
+"""Digit sorting over mixed lengths, from a short supervised warm start.
+
+    python launch/train.py --config=configs/quickstart.py --workdir=runs/quickstart            # dapo
+    python launch/train.py --config=configs/quickstart.py:grpo --workdir=runs/quickstart_grpo
+
+Argument: `dapo` (dynamic sampling: groups without signal are replaced) or `grpo` (every group is trained).
+"""
+
+from ml_collections import ConfigDict
+
+from dynrl.config import RunConfig, to_mapping
+
+ALGORITHMS = ("dapo", "grpo")
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    algorithm = arg or "dapo"
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"configs/quickstart.py takes one of {', '.join(ALGORITHMS)}, got {arg!r}")
+    c = ConfigDict(to_mapping(RunConfig()))
+    c.num_steps = 150
+    c.num_prompts_per_step = 64
+    c.num_generations_per_prompt = 8
+
+    c.model.num_layers = 2
+    c.model.width = 64
+    c.model.num_heads = 4
+    c.model.num_kv_heads = 4
+    c.model.head_dim = 16
+    c.model.mlp_width = 256
+    c.model.gated_mlp = False
+    c.model.activation = "relu"
+
+    c.tasks.source = "digit_sorting"
+    c.tasks.source_kwargs = {"min_length": 3, "max_length": 11}
+    c.tasks.max_prompt_tokens = 12
+    c.sampler.max_completion_tokens = 12
+    c.sampler.num_slots = 128
+    c.evaluation.num_tasks = 1024
+    c.warm_start.num_steps = 200
+
+    c.dynamic_sampling.enable = algorithm == "dapo"
+    c.train.learning_rate = 3e-4
+    return c

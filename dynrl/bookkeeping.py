@@ -1,0 +1,146 @@
+"""What a run leaves on disk, and how it goes on from there: metric rows, config.json, checkpoints.
+
+A step's device metrics are fetched when the next step is on its way, so a row is pending for one step. A checkpoint
+holds the pending row and the offset of the metrics file behind the rows before it; a restore cuts the file there.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from dynrl.build import Parts
+from dynrl.config import ConfigError, RunConfig, changed_keys, to_mapping
+from dynrl.metrics import JsonlWriter, MetricWriter, Row, TensorBoardWriter, check_names, read_rows
+from dynrl.progress import Progress
+from dynrl.rollout.controller import ControllerState
+from dynrl.training.checkpoint import Checkpointer
+from dynrl.training.state import TrainState
+
+_FREE_TO_CHANGE = {"progress"}  # keys that change what is shown, not what is computed
+
+
+class Bookkeeper:
+    """Rows and checkpoints of one run.
+
+    Args:
+      parts: the run's parts; restored in place.
+      controller: the controller's state; restored in place.
+      workdir: see `dynrl.run`.
+      callbacks: further writers.
+    """
+
+    def __init__(
+        self, parts: Parts, controller: ControllerState, workdir: epath.Path, callbacks: Sequence[MetricWriter]
+    ) -> None:
+        self._parts, self._controller, self._workdir = parts, controller, workdir
+        self._checkpointer = Checkpointer(workdir / "checkpoints", parts.config.checkpoint)
+        self._pending: Row | None = None
+        self._device_metrics: Mapping[str, jax.Array] = {}
+        self.generated_tokens = 0
+        document = self._restore()
+        self.resumed = document is not None
+        offset = document["metrics"]["offset"] if document else 0
+        first = jax.process_index() == 0
+        self._jsonl = JsonlWriter(workdir / "metrics.jsonl", offset) if first else None
+        self._writers: list[MetricWriter] = [self._jsonl, *callbacks] if self._jsonl else []
+        if first and parts.config.tensorboard:
+            self._writers.append(TensorBoardWriter(workdir / "tensorboard", controller.step))
+        if first:
+            (workdir / "config.json").write_text(json.dumps(to_mapping(parts.config), indent=2) + "\n")
+        self.progress = Progress(parts.config.progress, parts.config.num_steps, controller.step)
+
+    # ------------------------------------------------------------------------------------------------- rows
+
+    def add_row(self, row: Row, device_metrics: Mapping[str, jax.Array] | None = None) -> None:
+        """Takes a step's row. The row before it is completed and written: its numbers have long arrived."""
+        self.flush()
+        self._pending, self._device_metrics = row, device_metrics or {}
+
+    def amend(self, more: Row) -> None:
+        """Adds to the pending row what is only known after its step."""
+        assert self._pending is not None
+        self._pending |= more
+
+    def pending(self) -> Row | None:
+        """The row of the last step, completed by its device metrics."""
+        if self._pending is not None and self._device_metrics:
+            fetched = jax.tree.map(np.asarray, dict(self._device_metrics))
+            self._pending |= {k: int(v) if v.dtype.kind in "iu" else float(v) for k, v in fetched.items()}
+            self._device_metrics = {}
+        return self._pending
+
+    def flush(self) -> None:
+        """Writes the pending row."""
+        row = self.pending()
+        if row is None:
+            return
+        self._pending = None
+        row = dict(sorted(row.items()))
+        check_names(row)
+        for writer in self._writers:
+            writer.write(int(row["run/step"] or 0), row)
+        self.progress.step(row)
+
+    def rows(self) -> list[Row]:
+        """All rows written so far."""
+        return read_rows(self._workdir / "metrics.jsonl")
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def save(self) -> None:
+        """Writes a checkpoint of everything, in the background."""
+        p = self._parts
+        document = {
+            "config": to_mapping(p.config),
+            "controller": self._controller.state_dict(),
+            "selector": p.selector.state_dict(),
+            "visits": p.visits.state_dict(),
+            "store": p.store.state_dict(),
+            "buffer": p.buffer.state_dict(),
+            "statistics": p.statistics.state_dict(),
+            "generated_tokens": self.generated_tokens,
+            "metrics": {"offset": self._jsonl.offset if self._jsonl else 0, "pending": self.pending()},
+        }
+        self._checkpointer.save(self._controller.step, {"state": p.state, "buffer": p.buffer.arrays}, document)
+
+    def _restore(self) -> dict[str, Any] | None:
+        step = self._checkpointer.latest
+        if step is None:
+            return None
+        p = self._parts
+        document = self._checkpointer.restore_document(step)
+        check_same_config(document["config"], p.config)
+        arrays = self._checkpointer.restore_arrays(step, {"state": p.state, "buffer": p.buffer.arrays})
+        p.state = TrainState(*arrays["state"])
+        p.buffer.load_state_dict(document["buffer"], arrays["buffer"])
+        for part, name in ((p.selector, "selector"), (p.visits, "visits"), (p.store, "store")):
+            part.load_state_dict(document[name])
+        p.statistics.load_state_dict(document["statistics"])
+        self._controller.load_state_dict(document["controller"])
+        self.generated_tokens = document["generated_tokens"]
+        self._pending = document["metrics"]["pending"]
+        return document
+
+    def close(self) -> None:
+        """Waits for the checkpoint writer and closes the metric writers."""
+        self.progress.close()
+        self._checkpointer.close()
+        for writer in self._writers:
+            writer.close()
+
+
+def check_same_config(old: Mapping[str, Any], config: RunConfig) -> None:
+    """Raises ConfigError when a run would be resumed with another configuration; more steps are fine."""
+    new = to_mapping(config)
+    changed = [k for k in changed_keys(old, new) if k not in _FREE_TO_CHANGE]
+    if "num_steps" in changed and new["num_steps"] > old["num_steps"]:
+        changed.remove("num_steps")
+    if changed:
+        raise ConfigError(
+            f"config.{changed[0]}: this workdir's run was started with another configuration. Changed: "
+            f"{', '.join(changed)}. Only num_steps may grow; start a changed run in a new workdir"
+        )

@@ -1,0 +1,51 @@
+"""Evaluation on frozen tasks: one completion per task, its noise fixed by the task, so that steps are comparable."""
+
+import numpy as np
+
+from dynrl.config import RunConfig
+from dynrl.metrics import Row, Sums
+from dynrl.models.tokenizer import Tokenizer
+from dynrl.rollout.rounds import gather, records_of, submit_for_judgement
+from dynrl.tasks.store import FrozenTasks
+from dynrl.tasks.verifiers import Verifiers
+from dynrl.types import Groups, Purpose, Request, Sampler, SamplingParams, Scores
+
+
+def evaluate(
+    config: RunConfig, tasks: FrozenTasks, sampler: Sampler, verifiers: Verifiers, tokenizer: Tokenizer
+) -> Row:
+    """Samples every task once with the sampler's present weights and scores it.
+
+    A completion counts as passed when its score is positive; a dead one counts as failed.
+
+    Returns:
+      eval/main/pass_at_1, eval/main/reward, and pass_at_1 by level.
+    """
+    all_tasks = tasks.get(range(len(tasks)))
+    params = SamplingParams(config.evaluation.temperature, config.sampler.max_completion_tokens)
+    # Negative tickets: evaluation is not in the ledger, and must not meet its numbers in the verifiers.
+    by_ticket = {-1 - i: task for i, task in enumerate(all_tasks)}
+    sampler.submit(
+        [Request(t, task.task_id, 0, Purpose.EVAL, tokenizer.encode(task.prompt), 1, params)
+         for t, task in by_ticket.items()]
+    )  # fmt: skip
+    handed_over: list[Groups] = []
+    scores: dict[int, Scores] = {}
+    while sampler.num_in_flight:
+        groups = sampler.poll()
+        if groups is not None:
+            handed_over.append(groups)
+            submit_for_judgement(groups, by_ticket, tokenizer, verifiers)
+        scores.update((s.ticket, s) for s in verifiers.poll())
+    while verifiers.num_pending:
+        scores.update((s.ticket, s) for s in verifiers.wait(1.0))
+    sums = Sums()
+    for groups in handed_over:
+        records = gather(records_of(groups, scores, "score"), groups.owned_P)
+        for i in np.flatnonzero(groups.valid_P):
+            score = float(records.score[i, 0]) if records.live[i, 0] else 0.0
+            level = by_ticket[int(groups.tickets_P[i])].level
+            sums.add("eval/main/pass_at_1", score > 0, 1)
+            sums.add("eval/main/reward", score, 1)
+            sums.add(f"eval/main/level/{level}", score > 0, 1)
+    return dict(sorted(sums.row().items()))

@@ -1,0 +1,298 @@
+"""The path of the data, in order.
+
+    tasks -> selector -> sampler -> reward -> group filter -> backfill -> batch -> train step -> checkpoint
+
+The controller decides; this loop does what it says and tells it what happened. The producer holds the middle of the
+path: it runs dispatched groups through sampler, verifiers and filter, and puts the kept ones into the buffer.
+"""
+
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from etils import epath
+
+from dynrl.bookkeeping import Bookkeeper
+from dynrl.build import Parts, build, describe, run_warm_start, warm_up
+from dynrl.config import RunConfig, from_mapping
+from dynrl.evaluation import evaluate
+from dynrl.metrics import JsonlWriter, MetricWriter, Row
+from dynrl.rollout.controller import apply, initial_state
+from dynrl.rollout.events import (
+    Command, Dispatch, Draw, Event, Free, Resumed, StepTrained, Stop, StopRequested, TasksDrawn, Train, Warn,
+)  # fmt: skip
+from dynrl.rollout.ledger import Phase
+from dynrl.types import Outcome
+
+
+class RunError(RuntimeError):
+    """A run that could not go on; the message says what was counted and what would help."""
+
+
+@dataclass
+class RunResult:
+    """What a run leaves.
+
+    Attributes:
+      params: the weights after the last step.
+      metrics: the rows of metrics.jsonl.
+      policy: the evaluation sampler, holding those weights; one completion per request.
+      tokenizer: encodes its prompts and decodes its completions.
+      reason: why the run ended.
+      summary: its last lines.
+    """
+
+    params: Any
+    metrics: list[Row]
+    policy: Any
+    tokenizer: Any
+    reason: str
+    summary: list[str] = field(default_factory=list)
+
+
+def run(
+    config: Any, workdir: str, callbacks: Sequence[MetricWriter] = (), build_parts: Callable[[RunConfig], Parts] = build
+) -> RunResult:
+    """Runs a configuration to its end, or resumes it from the newest checkpoint in `workdir`.
+
+    Args:
+      config: a RunConfig, a ConfigDict or a nested mapping.
+      workdir: takes metrics.jsonl, tensorboard/, checkpoints/ and config.json; a local path or gs://.
+      callbacks: further metric writers.
+      build_parts: makes the parts; for those who exchange one.
+
+    Raises:
+      ConfigError: naming the key, for a configuration that cannot work or differs from the one being resumed.
+      RunError: when a budget is used up.
+    """
+    config = config if isinstance(config, RunConfig) else from_mapping(config)
+    parts = build_parts(config)
+    try:
+        loop = Loop(parts, epath.Path(workdir).expanduser().resolve(), callbacks)
+        try:
+            with loop.stop_on_interrupt():
+                return loop.result(loop.train())
+        finally:
+            loop.books.close()
+    finally:
+        parts.close()
+
+
+class Loop:
+    """One run: the parts, the controller's state, and the books."""
+
+    def __init__(self, parts: Parts, workdir: epath.Path, callbacks: Sequence[MetricWriter]) -> None:
+        self._begin = time.perf_counter()
+        self._workdir = workdir
+        self.parts, self.config = parts, parts.config
+        self.controller = initial_state(parts.config)
+        self.books = Bookkeeper(parts, self.controller, workdir, callbacks)
+        self._interrupted = False
+        self._training_since: float | None = None
+        self._start()
+        self._step_begin = time.perf_counter()
+        self._counters = parts.sampler.counters
+
+    def _start(self) -> None:
+        """Warm start (of a new run), compilation, and the first evaluation."""
+        parts, say = self.parts, self.books.progress.say
+        for line in describe(parts):
+            say(line)
+        if self.books.resumed:
+            say(f"resuming at step {self.controller.step} of {self.config.num_steps}")
+        elif self.config.warm_start.num_steps:
+            self._warm_start()
+        compiles, begin = parts.compiles.count, time.perf_counter()
+        warm_up(parts)
+        say(f"compiled {parts.compiles.count - compiles} programs in {time.perf_counter() - begin:.1f} s")
+        parts.sampler.update_weights(parts.state.params, self.controller.version)
+        if not self.books.resumed:
+            self.books.add_row({"run/step": 0, "run/version": 0, **self._evaluate()})
+        parts.compiles.start()
+
+    def _warm_start(self) -> None:
+        say, begin = self.books.progress.say, time.perf_counter()
+        writer = JsonlWriter(self._workdir / "warm_start.jsonl") if jax.process_index() == 0 else None
+
+        def log(step: int, loss: float) -> None:
+            say(f"warm start {step}/{self.config.warm_start.num_steps} loss {loss:.3f}")
+            if writer is not None:
+                writer.write(step, {"warm_start/step": step, "warm_start/loss": loss})
+
+        cached = run_warm_start(self.parts, log)
+        say(f"warm start {'read from the cache' if cached else 'trained'} in {time.perf_counter() - begin:.1f} s")
+
+    def train(self) -> str:
+        """Follows the controller to its Stop, and returns the reason."""
+        queue = deque(self._advance(Resumed()))
+        while True:
+            if not queue:
+                self._await_weights()
+                queue += self._produce()
+                continue
+            match queue.popleft():
+                case Draw(num):
+                    queue += self._advance(self._draw(num))
+                case Dispatch(tickets):
+                    self.parts.producer.dispatch(tickets)
+                case Train(tickets, note):
+                    if note:
+                        self.books.progress.say(note)
+                    queue += self._train_step(tickets)
+                case Warn(message):
+                    self.books.progress.say(message)
+                case Stop(reason, failed):
+                    return self._stop(reason, failed)
+
+    def _advance(self, *events: Event) -> list[Command]:
+        """Tells the controller what happened. What it frees is freed here; the other commands come back."""
+        commands: list[Command] = []
+        for event in events:
+            self.controller, answer = apply(self.controller, event)
+            commands += answer
+        for command in commands:
+            if isinstance(command, Free):
+                self.parts.statistics.freed(self.parts.buffer.record(t) for t in command.tickets)
+                self.parts.buffer.free(command.tickets)
+        return [c for c in commands if not isinstance(c, Free)]
+
+    def _draw(self, num: int) -> TasksDrawn:
+        """Tasks -> selector."""
+        ids = self.parts.selector.draw(num, self.parts.store)
+        return TasksDrawn(tuple(zip(ids, self.parts.visits.next_visits(ids), strict=True)), num)
+
+    def _produce(self) -> list[Command]:
+        """Selector -> sampler -> reward -> group filter -> buffer; the selector learns of every judged group."""
+        events = self.parts.producer.poll()
+        judged = self.parts.producer.take_judged()
+        self.parts.statistics.judged(judged)
+        for j in judged:
+            values = j.metric[j.live]
+            mean = float(values.mean()) if len(values) else float("nan")
+            positive = int((values > 0).sum())
+            outcome = Outcome(
+                j.ticket.task_id, j.ticket.visit, j.verdict, len(values), positive, mean, j.ticket.version
+            )
+            self.parts.selector.observe(outcome)
+        return self._advance(*events)
+
+    def _train_step(self, tickets: tuple[int, ...]) -> list[Command]:
+        """Buffer -> batch -> train step -> weights to the sampler -> row, evaluation, checkpoint."""
+        parts, step, version = self.parts, self.controller.step, self.controller.version
+        surplus = self.controller.ledger.levels[Phase.READY] - len(tickets)
+        num_rounds = self.controller.schedule.num_rounds
+        parts.statistics.trained((parts.buffer.record(t) for t in tickets), step, version)
+        self._training_since = time.perf_counter()
+        parts.state, metrics = parts.train_step(parts.state, parts.buffer.take(tickets))
+        parts.buffer.free(tickets)
+        version += self.config.train.num_epochs * self.config.train.num_minibatches
+        parts.sampler.update_weights(parts.state.params, version)
+        commands = self._advance(StepTrained(version))
+        row = parts.statistics.row(self.controller.ledger.totals(), num_rounds, surplus)
+        self.books.add_row({"run/step": step + 1, "run/version": version, **row, **self._sampler_row()}, metrics)
+        every = self.config.evaluation.every_steps
+        if every and (step + 1) % every == 0:
+            self._await_weights()
+            self.books.amend(self._evaluate())
+        self._check_recompiles()
+        if (step + 1) % self.config.checkpoint.every_steps == 0:
+            self.books.save()
+        return self._advance(StopRequested("interrupted")) if self._interrupted else commands
+
+    def _await_weights(self) -> None:
+        """Waits for the train step, which the sampler would wait for anyway, to know what each phase takes."""
+        if self._training_since is None:
+            return
+        jax.block_until_ready(self.parts.state.updates)
+        now = time.perf_counter()
+        secs = {f"time/{name}_secs": value for name, value in self.parts.producer.take_secs().items()}
+        secs["time/train_step_secs"] = now - self._training_since
+        self.books.amend({**secs, "time/step_secs": now - self._step_begin})
+        self._training_since, self._step_begin = None, now
+
+    def _sampler_row(self) -> Row:
+        """What the sampler did for the step."""
+        before, self._counters = self._counters, self.parts.sampler.counters
+        tokens, slot_steps = (self._counters[k] - before[k] for k in ("tokens", "slot_steps"))
+        self.books.generated_tokens += tokens
+        secs = self.parts.producer.secs["sampler"]
+        return {
+            "sampler/tokens": tokens,
+            "sampler/tokens_per_sec": tokens / secs if secs else None,
+            "sampler/slot_utilisation": tokens / slot_steps if slot_steps else None,
+            "run/generated_tokens": self.books.generated_tokens,
+        }
+
+    def _evaluate(self) -> Row:
+        """Frozen tasks -> sampler -> reward."""
+        parts, begin = self.parts, time.perf_counter()
+        parts.eval_sampler.update_weights(parts.state.params, self.controller.version)
+        row = evaluate(self.config, parts.eval_tasks, parts.eval_sampler, parts.verifiers, parts.tokenizer)
+        spent = time.perf_counter() - begin
+        self._step_begin = getattr(self, "_step_begin", begin) + spent  # evaluation is not part of the step
+        return {**row, "time/evaluation_secs": spent}
+
+    def _check_recompiles(self) -> None:
+        compiles = self.parts.compiles
+        self.books.amend({"run/recompiles": compiles.count})
+        if compiles.count and self.config.fail_on_recompile:
+            raise RunError(f"{compiles.count} programs compiled after warm-up: {', '.join(compiles.names)}")
+
+    def _stop(self, reason: str, failed: bool) -> str:
+        """The last evaluation and checkpoint; a failed run keeps its last checkpoint and raises."""
+        self._await_weights()
+        if failed:
+            self.books.flush()
+            errors = "".join(f"\nverifier: {e}" for e in self.parts.verifiers.errors()[-3:])
+            raise RunError(reason + errors)
+        pending = self.books.pending()
+        if pending is not None and "eval/main/pass_at_1" not in pending and not self._interrupted:
+            self.books.amend(self._evaluate())
+        self.books.save()
+        self.books.flush()
+        return reason
+
+    def result(self, reason: str) -> RunResult:
+        """Results, and the last lines of the run."""
+        rows = self.books.rows()
+        scores = [r["eval/main/pass_at_1"] for r in rows if r.get("eval/main/pass_at_1") is not None]
+        last = rows[-1] if rows else {}
+        secs = time.perf_counter() - self._begin
+        summary = [
+            f"ended: {reason}",
+            f"accuracy {scores[0]:.3f} -> {scores[-1]:.3f}" if scores else "no evaluation was made",
+            f"steps {self.controller.step} of {self.config.num_steps}, generated tokens "
+            f"{self.books.generated_tokens:,}, {secs:.0f} s, recompiles after warm-up "
+            f"{last.get('run/recompiles', 0)}",
+            f"metrics {self._workdir / 'metrics.jsonl'}, checkpoints {self._workdir / 'checkpoints'}, "
+            f"tensorboard --logdir {self._workdir / 'tensorboard'}",
+        ]
+        for line in summary:
+            self.books.progress.say(line)
+        parts = self.parts
+        parts.eval_sampler.update_weights(parts.state.params, self.controller.version)
+        return RunResult(parts.state.params, rows, parts.eval_sampler, parts.tokenizer, reason, summary)
+
+    @contextmanager
+    def stop_on_interrupt(self) -> Iterator[None]:
+        """The first Ctrl-C ends the run at the next step boundary, with a checkpoint; the second one at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handler(signum: int, frame: Any) -> None:
+            self._interrupted = True
+            self.books.progress.say("interrupted: finishing the step; Ctrl-C again stops at once")
+            signal.signal(signal.SIGINT, previous)
+
+        previous = signal.signal(signal.SIGINT, handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)

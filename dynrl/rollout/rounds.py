@@ -1,0 +1,227 @@
+"""The producer of lock-step rounds: dispatched groups in, `GroupJudged` events out, kept payloads into the buffer.
+
+Verification overlaps with generation: groups go to the verifiers as the sampler hands them over, while it decodes
+the next batch. Nothing is decided before the whole round is judged: that is the logical sync point (law 4), where
+the records of all processes are gathered and every process takes the same events, in ticket order.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from dynrl.config import RunConfig
+from dynrl.models.tokenizer import Tokenizer
+from dynrl.rollout.buffer import GroupBuffer
+from dynrl.rollout.events import GroupGenerated, GroupJudged
+from dynrl.rollout.judge import Judge
+from dynrl.rollout.ledger import Ticket
+from dynrl.tasks.store import FrozenTasks, TaskStore
+from dynrl.tasks.verifiers import Verifiers
+from dynrl.types import Finish, Groups, Purpose, Request, Sampler, SamplingParams, Scores, Status, Task, Verdict
+
+STATUSES = tuple(Status)
+
+
+class Records(NamedTuple):
+    """What is decided and counted from, per rollout; NumPy [P, G]. The same on every process after `gather`."""
+
+    score: np.ndarray  # float32
+    metric: np.ndarray  # float32: the configured one
+    status: np.ndarray  # int32, index into STATUSES
+    length: np.ndarray  # int32
+    finish: np.ndarray  # int32
+    host_keep: np.ndarray  # int32 [P, 1]: a host filter's verdict
+
+    @property
+    def live(self) -> np.ndarray:
+        """Bool [P, G]."""
+        return np.isin(self.status, [i for i, s in enumerate(STATUSES) if s.live])
+
+
+@dataclass(frozen=True)
+class JudgedGroup:
+    """One group with everything that metrics and selectors want to know of it."""
+
+    ticket: Ticket
+    verdict: Verdict
+    pattern: str
+    score: np.ndarray  # [G]
+    metric: np.ndarray
+    live: np.ndarray
+    status: np.ndarray
+    length: np.ndarray
+    finish: np.ndarray
+    spread: float
+
+
+def gather(records: Records, owned_P: np.ndarray) -> Records:
+    """Every process's rows, on every process: each row is taken from the process that owns it."""
+    if jax.process_count() == 1:
+        return records
+    from jax.experimental import multihost_utils
+
+    def own(x: np.ndarray) -> np.ndarray:
+        bits = x.view(np.int32) if x.dtype == np.float32 else x.astype(np.int32)
+        return np.where(owned_P[:, None], bits, 0)
+
+    summed = multihost_utils.process_allgather(tuple(own(x) for x in records))
+    total = [np.asarray(x).sum(axis=0, dtype=np.int32) for x in summed]
+    return Records(*(t.view(np.float32) if r.dtype == np.float32 else t for t, r in zip(total, records, strict=True)))
+
+
+def submit_for_judgement(groups: Groups, tasks: dict[int, Task], tokenizer: Tokenizer, verifiers: Verifiers) -> None:
+    """Decodes the finished completions that this process owns and hands them to the verifiers."""
+    for i in np.flatnonzero(groups.valid_P & groups.owned_P):
+        texts: list[str | None] = list(tokenizer.decode_batch(groups.host_tokens_PGT[i], groups.host_length_PG[i]))
+        for g in np.flatnonzero(groups.host_finish_PG[i] == Finish.FAILED):
+            texts[g] = None
+        ticket = int(groups.tickets_P[i])
+        verifiers.submit(ticket, tasks[ticket], texts)
+
+
+def records_of(groups: Groups, scores: dict[int, Scores], metric: str) -> Records:
+    """Records of one handed-over set of groups, filled where this process owns the group."""
+    p, g = groups.host_length_PG.shape
+    score, value = np.zeros((p, g), np.float32), np.zeros((p, g), np.float32)
+    status = np.full((p, g), STATUSES.index(Status.SAMPLER), np.int32)
+    for i in np.flatnonzero(groups.valid_P & groups.owned_P):
+        judged = scores[int(groups.tickets_P[i])]
+        score[i] = [r.score for r in judged.rewards]
+        value[i] = score[i] if metric == "score" else [r.components.get(metric, np.nan) for r in judged.rewards]
+        status[i] = [STATUSES.index(s) for s in judged.statuses]
+    ones = np.ones((p, 1), np.int32)
+    return Records(score, value, status, groups.host_length_PG.astype(np.int32), groups.host_finish_PG, ones)
+
+
+class RoundsProducer:
+    """Runs dispatched groups through sampler, verifiers and filter.
+
+    Args:
+      config: the run's.
+      sampler: the sampler.
+      verifiers: the pool.
+      judge: the filter.
+      buffer: takes the kept groups.
+      tokenizer: encodes prompts, decodes completions.
+      store: where tasks are looked up.
+    """
+
+    def __init__(
+        self, config: RunConfig, sampler: Sampler, verifiers: Verifiers, judge: Judge, buffer: GroupBuffer,
+        tokenizer: Tokenizer, store: TaskStore | FrozenTasks,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._sampler, self._verifiers, self._judge, self._buffer = sampler, verifiers, judge, buffer
+        self._tokenizer, self._store = tokenizer, store
+        self._params = SamplingParams(config.sampler.temperature, config.sampler.max_completion_tokens)
+        self._tickets: dict[int, Ticket] = {}
+        self._tasks: dict[int, Task] = {}
+        self._handed_over: list[Groups] = []
+        self._scores: dict[int, Scores] = {}
+        self._judged: list[JudgedGroup] = []
+        self.secs = {"sampler": 0.0, "reward": 0.0, "backfill": 0.0}  # by phase, since `take_secs`
+
+    @property
+    def busy(self) -> bool:
+        """Whether a round is running."""
+        return bool(self._tickets)
+
+    def take_judged(self) -> list[JudgedGroup]:
+        """The groups judged since the last call, for metrics and the selector."""
+        judged, self._judged = self._judged, []
+        return judged
+
+    def take_secs(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
+        secs, self.secs = self.secs, dict.fromkeys(self.secs, 0.0)
+        return secs
+
+    def dispatch(self, tickets: Sequence[Ticket]) -> None:
+        """Starts a round. Raises ValueError, naming the ticket and task, for a prompt that the sampler refuses."""
+        tasks = self._store.get([t.task_id for t in tickets])
+        g = self._config.num_generations_per_prompt
+        requests = [
+            Request(t.ticket, t.task_id, t.visit, Purpose.TRAIN, self._tokenizer.encode(task.prompt), g, self._params)
+            for t, task in zip(tickets, tasks, strict=True)
+        ]
+        self._sampler.submit(requests)
+        self._tickets = {t.ticket: t for t in tickets}
+        self._tasks = {t.ticket: task for t, task in zip(tickets, tasks, strict=True)}
+
+    def poll(self) -> list[GroupGenerated | GroupJudged]:
+        """One chunk of decoding, or a wait for verifiers; the round's events once all of it is judged."""
+        begin = time.perf_counter()
+        if self._sampler.num_in_flight:
+            groups = self._sampler.poll()
+            self.secs["sampler"] += time.perf_counter() - begin
+            begin = time.perf_counter()
+            events: list[GroupGenerated | GroupJudged] = []
+            if groups is not None:
+                self._handed_over.append(groups)
+                submit_for_judgement(groups, self._tasks, self._tokenizer, self._verifiers)
+                events = [GroupGenerated(int(t)) for t in groups.tickets_P[groups.valid_P]]
+            self._collect(self._verifiers.poll())
+            self.secs["reward"] += time.perf_counter() - begin
+            return events
+        if self._verifiers.num_pending:
+            self._collect(self._verifiers.wait(1.0))
+            self.secs["reward"] += time.perf_counter() - begin
+            return []
+        events = self._close_round()
+        self.secs["backfill"] += time.perf_counter() - begin
+        return events
+
+    def _collect(self, scores: Iterable[Scores]) -> None:
+        self._scores.update((s.ticket, s) for s in scores)
+
+    def _close_round(self) -> list[GroupGenerated | GroupJudged]:
+        """Gathers, judges, stores what is kept, and tells the controller in ticket order."""
+        judged: list[JudgedGroup] = []
+        for groups in self._handed_over:
+            judged += self._judge_groups(groups)
+        judged.sort(key=lambda j: j.ticket.ticket)
+        self._judged += judged
+        self._tickets, self._tasks, self._handed_over, self._scores = {}, {}, [], {}
+        return [GroupJudged(j.ticket.ticket, j.verdict, j.pattern) for j in judged]
+
+    def _judge_groups(self, groups: Groups) -> list[JudgedGroup]:
+        ds = self._config.dynamic_sampling
+        own = records_of(groups, self._scores, ds.metric)
+        mine_P = groups.valid_P & groups.owned_P
+        own = own._replace(host_keep=self._judge.host_mask(own.metric, own.live, mine_P)[:, None].astype(np.int32))
+        r = gather(own, groups.owned_P)
+        live_PG = r.live & groups.valid_P[:, None]
+        trainable_PG = r.length > 0
+        if self._config.loss.overlong == "mask":
+            trainable_PG &= r.finish != Finish.LENGTH
+        verdicts, patterns, stats = self._judge(r.metric, live_PG, trainable_PG, r.host_keep[:, 0] > 0)
+        judged = [
+            JudgedGroup(
+                self._tickets[int(groups.tickets_P[i])], verdicts[i], patterns[i], r.score[i], r.metric[i], live_PG[i],
+                r.status[i], r.length[i], r.finish[i], float(stats.spread[i]),
+            )
+            for i in np.flatnonzero(groups.valid_P)
+        ]  # fmt: skip
+        keep_P = groups.valid_P & np.array([v is Verdict.KEPT for v in verdicts])
+        if keep_P.any():
+            records = {j.ticket.ticket: _buffer_record(j) for j in judged if j.verdict is Verdict.KEPT}
+            self._buffer.put(groups, np.where(live_PG, r.metric, 0.0).astype(np.float32), live_PG, keep_P, records)
+        return judged
+
+
+def _buffer_record(judged: JudgedGroup) -> dict[str, float]:
+    """What the metrics of the `trained` population need, kept beside the payload."""
+    live = judged.live
+    return {
+        "score": float(judged.score[live].sum()),
+        "metric": float(judged.metric[live].sum()),
+        "length": int(judged.length[live].sum()),
+        "tokens": int(judged.length.sum()),
+        "live": int(live.sum()),
+        "step": judged.ticket.step,
+        "version": judged.ticket.version,
+    }

@@ -1,0 +1,52 @@
+"""Checkpoints by orbax: arrays (weights, optimizer, group buffer) and one JSON document (everything else).
+
+Saved at step boundaries only, so that a restart goes on exactly where an uninterrupted run would be (law 7). Orbax
+renames a finished checkpoint into place; a killed writer leaves nothing that looks like one.
+"""
+
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from dynrl.config import CheckpointConfig
+
+
+class Checkpointer:
+    """Numbered checkpoints in one directory.
+
+    Args:
+      directory: created when missing.
+      config: how many to keep.
+    """
+
+    def __init__(self, directory: epath.Path, config: CheckpointConfig) -> None:
+        options = ocp.CheckpointManagerOptions(max_to_keep=config.max_to_keep, create=True)
+        self._manager = ocp.CheckpointManager(directory, options=options)
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the newest finished checkpoint."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, arrays: Any, document: dict[str, Any]) -> None:
+        """Copies the arrays from the devices, then writes in the background."""
+        args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), document=ocp.args.JsonSave(document))
+        self._manager.save(step, args=args, force=True)
+
+    def restore_document(self, step: int) -> dict[str, Any]:
+        """The JSON document of a checkpoint."""
+        args = ocp.args.Composite(document=ocp.args.JsonRestore())
+        return self._manager.restore(step, args=args)["document"]
+
+    def restore_arrays(self, step: int, like: Any) -> Any:
+        """The arrays of a checkpoint, in the shapes, dtypes and shardings of `like`."""
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract))
+        return self._manager.restore(step, args=args)["arrays"]
+
+    def close(self) -> None:
+        """Waits for the writer."""
+        self._manager.wait_until_finished()
+        self._manager.close()

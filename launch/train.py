@@ -1,0 +1,46 @@
+"""Trains a policy: python launch/train.py --config=configs/quickstart.py --workdir=DIR [--config.key=value ...].
+
+The same command again resumes from the newest checkpoint. Ctrl-C ends the run at the next step, with a checkpoint.
+"""
+
+import difflib
+import sys
+
+from absl import app, flags
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with an argument: quickstart.py:grpo.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Takes metrics, checkpoints and events; a local path or gs://.")
+
+
+def main(argv: list[str]) -> None:
+    """Runs the configuration that the flags name."""
+    import dynrl
+    from dynrl.config import ConfigError
+    from dynrl.loop import RunError
+
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    try:
+        dynrl.run(_CONFIG.value, _WORKDIR.value)
+    except (ConfigError, RunError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """Parses flags; an override of a key that does not exist is named, with its near matches."""
+    try:
+        return app.parse_flags_with_usage(argv)
+    except (AttributeError, KeyError) as error:
+        from dynrl.config import known_keys
+
+        wrong = [a.removeprefix("--config.").split("=")[0] for a in argv if a.startswith("--config.")]
+        wrong = [k for k in wrong if k not in known_keys()]
+        near = difflib.get_close_matches(wrong[0], known_keys(), n=3) if wrong else []
+        hint = f"; did you mean {', '.join('config.' + n for n in near)}?" if near else ""
+        sys.exit(f"ConfigError: config.{wrong[0] if wrong else error}: there is no such key{hint}")
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["config", "workdir"])
+    app.run(main, flags_parser=parse_flags)

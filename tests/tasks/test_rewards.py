@@ -191,7 +191,11 @@ def test_cut_info_bounds_everything_and_says_so():
         assert "entries were" in cut["cut"]
 
 
+SHORT = st.text(alphabet="aé\ud800", max_size=3)
+LEAVES = st.none() | st.floats() | st.integers() | st.binary(max_size=3) | SHORT
+
+
 @settings(max_examples=30, deadline=None)
-@given(st.dictionaries(st.text(), st.recursive(st.none() | st.floats() | st.text() | st.binary(), st.lists)))
+@given(st.dictionaries(SHORT | st.integers(), st.recursive(LEAVES, st.lists, max_leaves=8), max_size=4))
 def test_cut_info_is_json(info):
     json.loads(json.dumps(cut_info(info), allow_nan=False))

@@ -16,7 +16,6 @@ BASE = [
     "absl-py>=2.0",
     "tensorboard>=2.18",
     "tqdm>=4.66",
-    "pebble>=5.1",
 ]
 EXTRAS = {
     "cuda": ["jax[cuda13]>=0.10.2,<0.13"],

@@ -41,6 +41,7 @@ class Bookkeeper:
         self._pending: Row | None = None
         self._device_metrics: Mapping[str, jax.Array] = {}
         self.generated_tokens = 0
+        self.nonfinite_updates = 0  # skipped, run total, as far as metrics were fetched
         document = self._restore()
         self.resumed = document is not None
         offset = document["metrics"]["offset"] if document else 0
@@ -71,6 +72,7 @@ class Bookkeeper:
             fetched = jax.tree.map(np.asarray, dict(self._device_metrics))
             self._pending |= {k: int(v) if v.dtype.kind in "iu" else float(v) for k, v in fetched.items()}
             self._device_metrics = {}
+            self.nonfinite_updates += int(self._pending["train_step/nonfinite"] or 0)
         return self._pending
 
     def flush(self) -> None:
@@ -93,7 +95,7 @@ class Bookkeeper:
 
     def save(self) -> None:
         """Writes a checkpoint of everything, in the background."""
-        p = self._parts
+        p, pending = self._parts, self.pending()
         document = {
             "config": to_mapping(p.config),
             "controller": self._controller.state_dict(),
@@ -102,8 +104,9 @@ class Bookkeeper:
             "store": p.store.state_dict(),
             "buffer": p.buffer.state_dict(),
             "statistics": p.statistics.state_dict(),
+            "nonfinite_updates": self.nonfinite_updates,
             "generated_tokens": self.generated_tokens,
-            "metrics": {"offset": self._jsonl.offset if self._jsonl else 0, "pending": self.pending()},
+            "metrics": {"offset": self._jsonl.offset if self._jsonl else 0, "pending": pending},
         }
         self._checkpointer.save(self._controller.step, {"state": p.state, "buffer": p.buffer.arrays}, document)
 
@@ -122,6 +125,7 @@ class Bookkeeper:
         p.statistics.load_state_dict(document["statistics"])
         self._controller.load_state_dict(document["controller"])
         self.generated_tokens = document["generated_tokens"]
+        self.nonfinite_updates = document["nonfinite_updates"]
         self._pending = document["metrics"]["pending"]
         return document
 

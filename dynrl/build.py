@@ -24,11 +24,9 @@ from dynrl.tasks.selectors import Selector, VisitCounter, make_selector
 from dynrl.tasks.sources import make_source
 from dynrl.tasks.store import FrozenTasks, TaskStore, make_frozen
 from dynrl.tasks.verifiers import Verifiers
-from dynrl.training.checkpoint import Checkpointer
 from dynrl.training.state import TrainState, init_state, make_optimizer, state_shardings, with_params
 from dynrl.training.step import jit_train_step
 from dynrl.training.warm_start import cache_key, cached_warm_start, warm_start
-from dynrl.types import TrainBatch
 
 
 @dataclass
@@ -208,7 +206,7 @@ def warm_up(parts: Parts) -> None:
     for sampler in (parts.sampler, parts.eval_sampler):
         sampler.update_weights(parts.state.params, 0)
     parts.eval_sampler.warm_up()
-    batch: TrainBatch = parts.buffer.warm_up(parts.sampler.warm_up())
+    batch = parts.buffer.warm_up(parts.sampler.warm_up())
     g = parts.config.num_generations_per_prompt
     parts.judge.warm_up(parts.config.sampler.num_slots // g, g)
     parts.state, metrics = parts.train_step(parts.state, batch)
@@ -231,5 +229,5 @@ def describe(parts: Parts) -> list[str]:
         f"KV cache {parts.sampler.cache_bytes / 2**20:.1f} MiB, group buffer {parts.buffer.capacity} groups "
         f"({mib(parts.buffer.arrays)})",
         f"step: {b} groups of {g}, filter {parts.judge.filter.name}; sampler: {config.sampler.num_slots} rows at once",
-        f"tasks: {len(parts.store):,} for training, {len(parts.eval_tasks):,} for evaluation, source {parts.source.name}",
+        f"source {parts.source.name}: {len(parts.store):,} training and {len(parts.eval_tasks):,} evaluation tasks",
     ]

@@ -25,7 +25,18 @@ from dynrl.evaluation import evaluate
 from dynrl.metrics import JsonlWriter, MetricWriter, Row
 from dynrl.rollout.controller import apply, initial_state
 from dynrl.rollout.events import (
-    Command, Dispatch, Draw, Event, Free, Resumed, StepTrained, Stop, StopRequested, TasksDrawn, Train, Warn,
+    Command,
+    Dispatch,
+    Draw,
+    Event,
+    Free,
+    Resumed,
+    StepTrained,
+    Stop,
+    StopRequested,
+    TasksDrawn,
+    Train,
+    Warn,
 )  # fmt: skip
 from dynrl.rollout.ledger import Phase
 from dynrl.types import Outcome
@@ -200,7 +211,7 @@ class Loop:
         if every and (step + 1) % every == 0:
             self._await_weights()
             self.books.amend(self._evaluate())
-        self._check_recompiles()
+        self._check_faults()
         if (step + 1) % self.config.checkpoint.every_steps == 0:
             self.books.save()
         return self._advance(StopRequested("interrupted")) if self._interrupted else commands
@@ -238,11 +249,17 @@ class Loop:
         self._step_begin = getattr(self, "_step_begin", begin) + spent  # evaluation is not part of the step
         return {**row, "time/evaluation_secs": spent}
 
-    def _check_recompiles(self) -> None:
-        compiles = self.parts.compiles
+    def _check_faults(self) -> None:
+        """What must not happen quietly: programs compiled after warm-up, gradients that are not finite."""
+        compiles, limit = self.parts.compiles, self.config.train.max_nonfinite_updates
         self.books.amend({"run/recompiles": compiles.count})
         if compiles.count and self.config.fail_on_recompile:
             raise RunError(f"{compiles.count} programs compiled after warm-up: {', '.join(compiles.names)}")
+        if self.books.nonfinite_updates > limit:
+            raise RunError(
+                f"{self.books.nonfinite_updates} updates had a non-finite gradient and were skipped, more than "
+                f"train.max_nonfinite_updates = {limit}; train_step/* of the last rows show where it began"
+            )
 
     def _stop(self, reason: str, failed: bool) -> str:
         """The last evaluation and checkpoint; a failed run keeps its last checkpoint and raises."""

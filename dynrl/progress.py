@@ -61,4 +61,4 @@ class Progress:
 
 
 def _short(values: Mapping[str, Any]) -> dict[str, str]:
-    return {k: f"{v:.0f}" if abs(v) >= 100 or v == int(v) and k == "rounds" else f"{v:.3f}" for k, v in values.items()}
+    return {k: f"{v:.0f}" if abs(v) >= 100 or isinstance(v, int) else f"{v:.3f}" for k, v in values.items()}

@@ -6,7 +6,7 @@ The same command again resumes from the newest checkpoint. Ctrl-C ends the run a
 import difflib
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with an argument: quickstart.py:grpo.")
@@ -15,6 +15,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Takes metrics, checkpoints and 
 
 def main(argv: list[str]) -> None:
     """Runs the configuration that the flags name."""
+    logging.set_verbosity(logging.WARNING)
     import dynrl
     from dynrl.config import ConfigError
     from dynrl.loop import RunError

@@ -213,8 +213,9 @@ class GroupBuffer:
         new = Stored(groups.payload, sharding.place(rewards, self._rows), sharding.place(live, self._rows))
         slot = sharding.place(np.full(p, self.capacity, np.int32), self._rows)
         self.arrays = self._put_own(self.arrays, new, slot)
-        source = sharding.place(np.full(p, -1, np.int32), self._whole)
-        self.arrays = self._put_spilled(self.arrays, new, slot, source)
+        if self._shards > 1:  # a single shard never spills
+            source = sharding.place(np.full(p, -1, np.int32), self._whole)
+            self.arrays = self._put_spilled(self.arrays, new, slot, source)
         return self.take([])
 
     def state_dict(self) -> dict[str, Any]:

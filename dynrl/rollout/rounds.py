@@ -19,6 +19,7 @@ from dynrl.rollout.buffer import GroupBuffer
 from dynrl.rollout.events import GroupGenerated, GroupJudged
 from dynrl.rollout.judge import Judge
 from dynrl.rollout.ledger import Ticket
+from dynrl.tasks.rewards import metric_value
 from dynrl.tasks.store import FrozenTasks, TaskStore
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import Finish, Groups, Purpose, Request, Sampler, SamplingParams, Scores, Status, Task, Verdict
@@ -91,7 +92,7 @@ def records_of(groups: Groups, scores: dict[int, Scores], metric: str) -> Record
     for i in np.flatnonzero(groups.valid_P & groups.owned_P):
         judged = scores[int(groups.tickets_P[i])]
         score[i] = [r.score for r in judged.rewards]
-        value[i] = score[i] if metric == "score" else [r.components.get(metric, np.nan) for r in judged.rewards]
+        value[i] = [metric_value(r, metric) for r in judged.rewards]
         status[i] = [STATUSES.index(s) for s in judged.statuses]
     ones = np.ones((p, 1), np.int32)
     return Records(score, value, status, groups.host_length_PG.astype(np.int32), groups.host_finish_PG, ones)

@@ -1,0 +1,64 @@
+"""Eight emulated CPU devices, strict shapes, and caches that belong to the test session."""
+
+import os
+import tempfile
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["DYNRL_CACHE"] = tempfile.mkdtemp(prefix="dynrl_test_cache_")
+
+import jax
+import pytest
+
+from dynrl.config import MeshConfig, RunConfig, from_mapping, to_mapping
+from dynrl.models.sharding import make_mesh
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def mesh1():
+    """One device."""
+    return make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+@pytest.fixture(scope="session")
+def mesh8():
+    """Eight devices, all on the data axis."""
+    return make_mesh(MeshConfig(), jax.devices())
+
+
+@pytest.fixture(scope="session")
+def mesh222():
+    """Two devices on each axis."""
+    return make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices())
+
+
+def tiny_mapping(**overrides):
+    """A run of seconds: the quickstart's task, shrunk. Overrides are dotted keys with __ for the dot."""
+    mapping = to_mapping(RunConfig())
+    mapping |= {"num_steps": 3, "num_prompts_per_step": 8, "num_generations_per_prompt": 4, "progress": "none"}
+    mapping["model"] |= {"width": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_width": 32}
+    mapping["tasks"] |= {
+        "source_kwargs": {"min_length": 2, "max_length": 4, "num_symbols": 10},
+        "num_tasks": 500,
+        "max_prompt_tokens": 5,
+    }
+    mapping["sampler"] |= {"num_slots": 32, "max_completion_tokens": 6, "chunk_steps": 3}
+    mapping["evaluation"] |= {"num_tasks": 40, "every_steps": 0}
+    mapping["warm_start"] |= {"num_steps": 60, "batch_size": 64}
+    mapping["checkpoint"] |= {"every_steps": 2}
+    for key, value in overrides.items():
+        group = mapping
+        *parents, leaf = key.split("__")
+        for name in parents:
+            group = group[name]
+        assert leaf in group, key
+        group[leaf] = value
+    return mapping
+
+
+@pytest.fixture
+def tiny_config():
+    """A function that makes a tiny RunConfig from overrides."""
+    return lambda **overrides: from_mapping(tiny_mapping(**overrides))

@@ -8,7 +8,7 @@ Argument: `dapo` (dynamic sampling: groups without signal are replaced) or `grpo
 
 from ml_collections import ConfigDict
 
-from dynrl.config import RunConfig, to_mapping
+from dynrl.config import config_dict
 
 ALGORITHMS = ("dapo", "grpo")
 
@@ -17,7 +17,7 @@ def get_config(arg: str = "") -> ConfigDict:
     algorithm = arg or "dapo"
     if algorithm not in ALGORITHMS:
         raise ValueError(f"configs/quickstart.py takes one of {', '.join(ALGORITHMS)}, got {arg!r}")
-    c = ConfigDict(to_mapping(RunConfig()))
+    c = config_dict()
     c.num_steps = 150
     c.num_prompts_per_step = 64
     c.num_generations_per_prompt = 8

@@ -213,17 +213,24 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
-def from_mapping(mapping: Mapping[str, Any]) -> RunConfig:
+def from_mapping(mapping: Any) -> RunConfig:
     """Converts a `ConfigDict` (or any nested mapping) and validates it.
 
     Raises:
       ConfigError: naming the key, what it holds and what it may hold.
     """
     if hasattr(mapping, "to_dict"):
-        mapping = mapping.to_dict()  # type: ignore[attr-defined]
+        mapping = mapping.to_dict()
     config = _convert(RunConfig, mapping, "")
     validate(config)
     return config
+
+
+def config_dict() -> Any:
+    """A `ConfigDict` of every key at its default, for the files of configs/ to change."""
+    from ml_collections import ConfigDict
+
+    return ConfigDict(to_mapping(RunConfig()))
 
 
 def to_mapping(config: RunConfig) -> dict[str, Any]:

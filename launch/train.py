@@ -9,8 +9,11 @@ import sys
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/, with an argument: quickstart.py:grpo.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Takes metrics, checkpoints and events; a local path or gs://.")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/; quickstart.py:grpo passes an argument.")
+flags.mark_flag_as_required("config")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Takes metrics, checkpoints and events; a path or gs://.", required=True
+)
 
 
 def main(argv: list[str]) -> None:
@@ -43,5 +46,4 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "workdir"])
     app.run(main, flags_parser=parse_flags)

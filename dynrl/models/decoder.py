@@ -20,7 +20,7 @@ from dynrl.config import ModelConfig
 from dynrl.models.layers import INIT, Dense, RMSNorm, embed, rope
 from dynrl.types import Array
 
-Params = dict[str, Any]
+Params = Any  # the nested dict of arrays that Linen makes
 _MASKED = -1e30  # finite, so that a query that may see nothing (padding) averages instead of giving NaN
 
 

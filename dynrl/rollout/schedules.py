@@ -25,10 +25,20 @@ class Capabilities:
 class View(Protocol):
     """What a schedule may look at."""
 
-    ledger: Ledger
-    step: int  # the step being filled, counted from 0
-    version: int
-    batch_size: int  # B
+    @property
+    def ledger(self) -> Ledger:
+        """The open tickets."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Of the newest weights."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        ...
 
 
 class Schedule(Protocol):

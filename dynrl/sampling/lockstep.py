@@ -219,7 +219,7 @@ class LockstepSampler:
         batch = jax.tree.map(lambda x: sharding.place(x, self._rows), self._host_batch([]))
         state = self._start(self._params, batch, self._seed)
         state, done = self._chunk(self._params, state, self._no_stop, self._chunk_steps)
-        np.asarray(done), int(state.active_steps)
+        jax.block_until_ready((done, state.active_steps))
         return self._hand_over(state, np.zeros(self._p, bool))
 
 

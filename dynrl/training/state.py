@@ -46,7 +46,7 @@ def make_optimizer(config: TrainConfig, num_steps: int) -> optax.GradientTransfo
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.adamw(
-            lambda count: schedule(count // per_step),
+            lambda count: schedule(jnp.asarray(count) // per_step),
             b1=config.adam_b1,
             b2=config.adam_b2,
             eps=config.adam_eps,

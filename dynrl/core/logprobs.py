@@ -7,7 +7,7 @@ minus one-hot, both dense: the gradient of a gather would be a scatter-add, whic
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def token_logprobs(
         targets_NT.reshape(N * T),
         jnp.asarray(temperature, accum_dtype),
     )
-    logp, entropy = _logprobs(num_chunks, jnp.dtype(logits_dtype), *arrays)
+    logp, entropy = cast(tuple[Array, Array], _logprobs(num_chunks, jnp.dtype(logits_dtype), *arrays))
     return logp.reshape(N, T), jax.lax.stop_gradient(entropy.reshape(N, T))
 
 
@@ -67,7 +67,7 @@ def _vary_alike(*arrays: Array) -> list[Array]:
     A custom_vjp's cotangents must vary as its arguments do, and a scan's carry as its results. The gradient of the
     cast is the psum that a replicated argument's gradient needs.
     """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    varying: list[frozenset[str]] = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     missing = [tuple(sorted(frozenset().union(*varying) - axes)) for axes in varying]
     return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
 

@@ -34,7 +34,9 @@ class _Tokens(NamedTuple):
     mask_NT: Array
 
 
-def _prepare(logp_NT: Array, old_logp_NT: Array, behavior_logp_NT: Array, advantages_N: Array, mask_NT: Array) -> _Tokens:
+def _prepare(
+    logp_NT: Array, old_logp_NT: Array, behavior_logp_NT: Array, advantages_N: Array, mask_NT: Array
+) -> _Tokens:
     logp_NT, mask_NT = jnp.asarray(logp_NT), jnp.asarray(mask_NT, bool)
     rows = {"old_logp_NT": old_logp_NT, "behavior_logp_NT": behavior_logp_NT, "mask_NT": mask_NT}
     wrong = {name: jnp.shape(array) for name, array in rows.items() if jnp.shape(array) != logp_NT.shape}
@@ -76,7 +78,9 @@ def _check_aggregation(aggregation: str, constant_length: float | None) -> None:
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation {aggregation!r} is unknown; there are {', '.join(AGGREGATIONS)}")
     if (aggregation == "constant") != (constant_length is not None):
-        raise ValueError(f"constant_length belongs to aggregation='constant'; got {constant_length} with {aggregation!r}")
+        raise ValueError(
+            f"constant_length belongs to aggregation='constant'; got {constant_length} with {aggregation!r}"
+        )
     if isinstance(constant_length, int | float) and constant_length <= 0:
         raise ValueError(f"constant_length must be above 0 tokens, got {constant_length}")
 
@@ -111,7 +115,9 @@ def policy_loss(
       behavior_logp_NT: as recorded by the sampler; a constant. Anything where masked out.
       advantages_N: one per row; a constant. Anything where the row is masked out.
       mask_NT: bool, the tokens to train on.
-      axis_name: mesh axis or axes to psum everything over, under pmap or shard_map.
+      axis_name: mesh axis or axes to psum everything over, under pmap or shard_map. The gradient of a replicated
+        parameter then comes out summed over devices from shard_map; from pmap, and shard_map with check_vma=False,
+        `pmean` makes it so.
       clip_low: the ratio counts down to 1 - clip_low where A < 0.
       clip_high: the ratio counts up to 1 + clip_high where A > 0.
       aggregation: `token_mean` (token losses; weight = tokens), `sequence_mean` (each row's mean; weight = rows with

@@ -34,7 +34,9 @@ def run(groups: int, rollouts: int, tokens: int, repeats: int) -> dict[str, Any]
     buffer = jnp.zeros_like(rows)
     zero = jnp.int32(0)
     scatter = jax.jit(scatter_kept, donate_argnums=0)
-    update = jax.jit(lambda buffer, rows, start: jax.lax.dynamic_update_slice_in_dim(buffer, rows, start, 0), donate_argnums=0)
+    update = jax.jit(
+        lambda buffer, rows, start: jax.lax.dynamic_update_slice_in_dim(buffer, rows, start, 0), donate_argnums=0
+    )
     keeps = {
         "all": np.ones(groups, bool),
         "half": np.random.default_rng(0).random(groups) < 0.5,

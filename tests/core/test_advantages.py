@@ -6,7 +6,7 @@ import pytest
 from dynrl.core import group_advantages
 
 ESTIMATORS = ("grpo", "dr_grpo", "rloo")
-jitted = jax.jit(group_advantages, static_argnames=("estimator", "ddof"))
+jitted = jax.jit(group_advantages, static_argnames="estimator")
 
 
 def reference(rewards, live, estimator, ddof=1, eps=1e-6, atol=1e-6, rtol=1e-6):
@@ -35,7 +35,7 @@ def test_against_float64(random_groups, estimator):
             assert actual.dtype == jnp.float32
             np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
             np.testing.assert_array_equal(np.asarray(actual)[expected == 0], 0)  # exactly, not nearly
-        if index % 4 == 1:
+        if index == 4:
             eager = group_advantages(rewards, live, estimator=estimator)
             np.testing.assert_allclose(eager, reference(rewards, live, estimator), rtol=2e-5, atol=2e-5)
 

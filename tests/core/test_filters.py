@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dynrl.core import group_advantages, group_stats, make_filter
+from dynrl.types import Array
 
 REWARDS = np.array(
     [
@@ -35,7 +36,7 @@ def user_module(monkeypatch):
     return module
 
 
-def apply(group_filter, rewards=REWARDS, live=LIVE):
+def apply(group_filter, rewards: Array = REWARDS, live: Array = LIVE):
     """Runs a filter on NumPy and, unless it runs on the host, on JAX arrays eagerly and jitted; all must agree."""
     on_host = group_filter(group_stats(rewards, live), rewards, live)
     assert isinstance(on_host, np.ndarray)
@@ -48,7 +49,7 @@ def apply(group_filter, rewards=REWARDS, live=LIVE):
     else:
         jitted = jax.jit(lambda rewards, live: group_filter(group_stats(rewards, live), rewards, live))
         np.testing.assert_array_equal(jitted(rewards, live), on_host)
-        mapped = jax.vmap(lambda r, m: group_filter(group_stats(r, m), r, m))(rewards[None], live[None])
+        mapped = jax.jit(jax.vmap(lambda r, m: group_filter(group_stats(r, m), r, m)))(rewards[None], live[None])
         np.testing.assert_array_equal(mapped[0], on_host)
     return on_host.tolist()
 
@@ -101,7 +102,17 @@ def test_composites():
     assert both.name == "all_of(mixed_sign, accuracy_band)"
     assert apply(both) == [True, False, False, False, False, False, True, False, False]
     nested = {"name": "any_of", "kwargs": {"filters": [{"name": "min_std", "kwargs": {"threshold": 0.55}}, both]}}
-    assert apply(make_filter("all_of", filters=(nested,))) == [True, False, False, False, False, True, True, False, False]
+    assert apply(make_filter("all_of", filters=(nested,))) == [
+        True,
+        False,
+        False,
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_composite_with_a_host_filter_runs_on_the_host(user_module):

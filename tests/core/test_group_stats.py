@@ -29,14 +29,14 @@ def assert_stats(actual, expected):
 
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_against_float64(random_groups, ddof):
-    jitted = jax.jit(group_stats, static_argnames="ddof")
+    jitted = jax.jit(group_stats)
     for index, (rewards, live) in enumerate(random_groups):
         expected = reference(rewards, live, ddof)
         on_host = group_stats(rewards, live, ddof=ddof)
         assert all(isinstance(field, np.ndarray) for field in on_host)
         assert_stats(on_host, expected)
         assert_stats(jitted(rewards, live, ddof=ddof), expected)
-        if index % 3 == 0:
+        if index == 4:
             eager = group_stats(jnp.asarray(rewards), live, ddof=ddof)
             assert all(isinstance(field, jax.Array) for field in eager)
             assert_stats(eager, expected)
@@ -121,7 +121,7 @@ def test_padding_and_permutation_invariance(random_groups):
 
 def test_vmap_and_empty():
     rewards = jnp.arange(24.0).reshape(2, 3, 4)
-    stats = jax.vmap(group_stats)(rewards)
+    stats = jax.jit(jax.vmap(group_stats))(rewards)
     for index in range(2):
         for field, expected in zip(stats, group_stats(rewards[index]), strict=True):
             np.testing.assert_array_equal(field[index], expected)

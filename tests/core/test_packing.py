@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dynrl.core import scatter_kept, scatter_rows
 
 jitted_rows, jitted_kept = jax.jit(scatter_rows), jax.jit(scatter_kept)
-FEW = settings(deadline=None, max_examples=60)
+FEW = settings(deadline=None, max_examples=40)
 SIZES = st.sampled_from([(1, 1), (3, 5), (8, 4), (6, 6)])  # (capacity, groups): few shapes, so few compilations
 
 
@@ -36,7 +36,7 @@ def test_scatter_kept_is_an_append(data, sizes):
     buffer, rows = make(capacity, groups)
     kept = [i for i in range(groups) if keep[i]]
     expected = ([-1.0] * taken + kept)[:capacity]
-    for function in (scatter_kept, jitted_kept):
+    for function in (scatter_kept, jitted_kept) if sizes == (3, 5) else (jitted_kept,):
         result, count, overflow = function(buffer, jnp.int32(taken), rows, np.array(keep))
         assert contents(result) == expected + [-1.0] * (capacity - len(expected))
         assert (int(count), int(overflow)) == (len(expected), taken + len(kept) - len(expected))
@@ -63,7 +63,10 @@ def test_scatter_rows(data, sizes):
     capacity, groups = sizes
     slots = data.draw(
         st.lists(
-            st.integers(-3, capacity + 3), min_size=groups, max_size=groups, unique_by=lambda s: s if 0 <= s < capacity else object()
+            st.integers(-3, capacity + 3),
+            min_size=groups,
+            max_size=groups,
+            unique_by=lambda s: s if 0 <= s < capacity else object(),
         )
     )
     buffer, rows = make(capacity, groups)
@@ -71,7 +74,7 @@ def test_scatter_rows(data, sizes):
     for row, slot in enumerate(slots):
         if 0 <= slot < capacity:
             expected[slot] = float(row)
-    for function in (scatter_rows, jitted_rows):
+    for function in (scatter_rows, jitted_rows) if sizes == (3, 5) else (jitted_rows,):
         assert contents(function(buffer, np.array(slots, np.int32), rows)) == expected
 
 
@@ -91,6 +94,7 @@ def test_donated_buffer_is_updated_in_place():
     buffer, rows = jnp.zeros((8, 1024)), jnp.ones((4, 1024))
     compiled = jax.jit(scatter_kept, donate_argnums=0).lower(buffer, jnp.int32(0), rows, jnp.ones(4, bool)).compile()
     memory = compiled.memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes >= buffer.nbytes
     assert memory.temp_size_in_bytes < rows.nbytes  # neither the buffer nor the rows are copied
 

@@ -38,6 +38,7 @@ _ESTIMATORS: dict[str, Callable[[Centred, Array, float], Array]] = {
     "dr_grpo": _dr_grpo,
     "rloo": _rloo,
 }
+ESTIMATORS = tuple(_ESTIMATORS)
 
 
 def group_advantages(
@@ -76,7 +77,7 @@ def group_advantages(
       ValueError: at trace time, for an unknown estimator, or shapes that are not the same [P, G].
     """
     if estimator not in _ESTIMATORS:
-        raise ValueError(f"estimator {estimator!r} is unknown; there are {', '.join(_ESTIMATORS)}")
+        raise ValueError(f"estimator {estimator!r} is unknown; there are {', '.join(ESTIMATORS)}")
     live_PG = None if live_PG is None else jnp.asarray(live_PG)
     stats, centred = centred_stats(jnp.asarray(rewards_PG), live_PG, ddof)
     advantages_PG = _ESTIMATORS[estimator](centred, stats.count, eps)

@@ -10,15 +10,17 @@ The path of a batch through it:
     loss_sum, weight_sum, metrics = policy_loss(logp_NT, old_logp_NT, behavior_logp_NT, advantages_N, mask_NT)
 """
 
-from dynrl.core.advantages import group_advantages
+from dynrl.core.advantages import ESTIMATORS, group_advantages
 from dynrl.core.filters import GroupFilter, make_filter
 from dynrl.core.group_stats import GroupStats, group_stats, has_signal
 from dynrl.core.logprobs import token_logprobs
-from dynrl.core.losses import policy_loss
+from dynrl.core.losses import AGGREGATIONS, policy_loss
 from dynrl.core.masking import completion_mask, masked_sum_count, safe_divide
 from dynrl.core.packing import scatter_kept, scatter_rows
 
 __all__ = [
+    "AGGREGATIONS",
+    "ESTIMATORS",
     "GroupFilter",
     "GroupStats",
     "completion_mask",

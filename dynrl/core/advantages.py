@@ -15,19 +15,19 @@ from dynrl.types import Array
 
 
 def _grpo(centred: Centred, count_P: Array, eps: float) -> Array:
-    """(r - mean) / (std + eps); the numerator and the std share the scale, so eps is put in it too."""
+    """GRPO: (r - mean) / (std + eps); the numerator and the std share the scale, so eps is put in it too."""
     del count_P
     return safe_divide(centred.deviation_PG, (centred.std_P + eps * centred.scale_P)[:, None])
 
 
 def _dr_grpo(centred: Centred, count_P: Array, eps: float) -> Array:
-    """R - mean."""
+    """Dr. GRPO: r - mean."""
     del count_P, eps
     return centred.deviation_PG / centred.scale_P[:, None]
 
 
 def _rloo(centred: Centred, count_P: Array, eps: float) -> Array:
-    """r_i - mean of the other rewards, which is n / (n - 1) * (r_i - mean)."""
+    """RLOO: r_i - mean of the other rewards, which is n / (n - 1) * (r_i - mean)."""
     del eps
     count_P = count_P.astype(jnp.float32)
     return centred.deviation_PG / centred.scale_P[:, None] * safe_divide(count_P, count_P - 1)[:, None]
@@ -38,6 +38,7 @@ _ESTIMATORS: dict[str, Callable[[Centred, Array, float], Array]] = {
     "dr_grpo": _dr_grpo,
     "rloo": _rloo,
 }
+ESTIMATORS = tuple(_ESTIMATORS)
 
 
 def group_advantages(
@@ -76,7 +77,7 @@ def group_advantages(
       ValueError: at trace time, for an unknown estimator, or shapes that are not the same [P, G].
     """
     if estimator not in _ESTIMATORS:
-        raise ValueError(f"estimator {estimator!r} is unknown; there are {', '.join(_ESTIMATORS)}")
+        raise ValueError(f"estimator {estimator!r} is unknown; there are {', '.join(ESTIMATORS)}")
     live_PG = None if live_PG is None else jnp.asarray(live_PG)
     stats, centred = centred_stats(jnp.asarray(rewards_PG), live_PG, ddof)
     advantages_PG = _ESTIMATORS[estimator](centred, stats.count, eps)

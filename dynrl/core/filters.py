@@ -183,7 +183,7 @@ def make_filter(name_or_path: str, **kwargs: Any) -> GroupFilter:
 
     - `fn(stats, rewards_PG, live_PG, **kwargs) -> bool [P]` is traced into the jitted program. Rewards are
       float32 and 0 where `live_PG` is False.
-    - `fn(metric_vals: list[float], **kwargs) -> bool` gets the live rollouts' values of one group, on the host.
+    - `fn(metric_vals: list[float], **kwargs) -> bool` gets the live rollouts' float32 values of one group, on the host.
       A group without live rollouts is dropped without asking.
 
     Args:

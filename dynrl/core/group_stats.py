@@ -66,15 +66,12 @@ def live_rewards(rewards_PG: Array, live_PG: Array | None) -> tuple[Array, Array
         rewards_PG = xp.asarray(rewards_PG).astype(xp.float32)
     if rewards_PG.ndim != 2:
         raise ValueError(f"rewards_PG must have the axes [P, G], got shape {rewards_PG.shape}")
-    finite_PG = xp.isfinite(rewards_PG)
-    if live_PG is None:
-        live_PG = finite_PG
-    else:
-        live_PG = xp.asarray(live_PG).astype(bool)
+    counted_PG = xp.isfinite(rewards_PG)
+    if live_PG is not None:
         if live_PG.shape != rewards_PG.shape:
             raise ValueError(f"live_PG has shape {live_PG.shape}, rewards_PG has {rewards_PG.shape}")
-        live_PG = live_PG & finite_PG
-    return xp.where(live_PG, rewards_PG, xp.zeros_like(rewards_PG)), live_PG
+        counted_PG = counted_PG & live_PG.astype(bool)
+    return xp.where(counted_PG, rewards_PG, xp.zeros_like(rewards_PG)), counted_PG
 
 
 def centred_stats(rewards_PG: Array, live_PG: Array | None, ddof: int) -> tuple[GroupStats, Centred]:
@@ -93,19 +90,19 @@ def centred_stats(rewards_PG: Array, live_PG: Array | None, ddof: int) -> tuple[
     Raises:
       ValueError: at trace time, when the shapes are not the same [P, G].
     """
-    rewards_PG, live_PG = live_rewards(rewards_PG, live_PG)
-    xp = array_namespace(rewards_PG, live_PG)
-    count_P = live_PG.sum(axis=1, dtype=np.int32)
+    rewards_PG, counted_PG = live_rewards(rewards_PG, live_PG)
+    xp = array_namespace(rewards_PG, counted_PG)
+    count_P = counted_PG.sum(axis=1, dtype=np.int32)
     zero_P = xp.zeros(count_P.shape, xp.float32)
-    low_P = xp.where(live_PG, rewards_PG, np.float32(np.inf)).min(axis=1, initial=np.inf)
-    high_P = xp.where(live_PG, rewards_PG, np.float32(-np.inf)).max(axis=1, initial=-np.inf)
+    low_P = xp.where(counted_PG, rewards_PG, np.float32(np.inf)).min(axis=1, initial=np.inf)
+    high_P = xp.where(counted_PG, rewards_PG, np.float32(-np.inf)).max(axis=1, initial=-np.inf)
     low_P, high_P = xp.where(count_P > 0, low_P, zero_P), xp.where(count_P > 0, high_P, zero_P)
     large_P = xp.maximum(xp.abs(low_P), xp.abs(high_P)) > _LARGE
     scale_P = xp.where(large_P, np.float32(_SHRINK), np.float32(1))
 
-    above_low_PG = xp.where(live_PG, rewards_PG * scale_P[:, None] - (low_P * scale_P)[:, None], zero_P[:, None])
+    above_low_PG = xp.where(counted_PG, rewards_PG * scale_P[:, None] - (low_P * scale_P)[:, None], zero_P[:, None])
     centre_P = above_low_PG.sum(axis=1) / xp.maximum(count_P, 1).astype(xp.float32)
-    deviation_PG = xp.where(live_PG, above_low_PG - centre_P[:, None], zero_P[:, None])
+    deviation_PG = xp.where(counted_PG, above_low_PG - centre_P[:, None], zero_P[:, None])
     freedom_P = xp.maximum(count_P - ddof, 1).astype(xp.float32)
     variance_P = xp.where(count_P > ddof, (deviation_PG * deviation_PG).sum(axis=1) / freedom_P, zero_P)
     varied_P = variance_P > 0  # the square root's gradient is infinite at 0
@@ -113,7 +110,7 @@ def centred_stats(rewards_PG: Array, live_PG: Array | None, ddof: int) -> tuple[
     with np.errstate(over="ignore"):  # beyond float32 a spread or std is infinite, which is signal
         stats = GroupStats(
             count=count_P,
-            positives=(live_PG & (rewards_PG > 0)).sum(axis=1, dtype=np.int32),
+            positives=(counted_PG & (rewards_PG > 0)).sum(axis=1, dtype=np.int32),
             mean=(low_P * scale_P + centre_P) / scale_P,
             std=std_P / scale_P,
             min=low_P,

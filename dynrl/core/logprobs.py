@@ -7,7 +7,7 @@ minus one-hot, both dense: the gradient of a gather would be a scatter-add, whic
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -51,15 +51,25 @@ def token_logprobs(
     N, T, D = hidden_NTD.shape
     num_chunks = 1 if chunk_size is None else max(1, -(-N * T // chunk_size))
     accum_dtype = jnp.promote_types(logits_dtype, jnp.float32)
-    logp, entropy = _logprobs(
-        num_chunks,
-        jnp.dtype(logits_dtype),
+    arrays = _vary_alike(
         hidden_NTD.reshape(N * T, D),
         unembed_DV,
         targets_NT.reshape(N * T),
         jnp.asarray(temperature, accum_dtype),
     )
+    logp, entropy = cast(tuple[Array, Array], _logprobs(num_chunks, jnp.dtype(logits_dtype), *arrays))
     return logp.reshape(N, T), jax.lax.stop_gradient(entropy.reshape(N, T))
+
+
+def _vary_alike(*arrays: Array) -> list[Array]:
+    """Inside shard_map, makes all arrays vary over the axes that any of them varies over; elsewhere a no-op.
+
+    A custom_vjp's cotangents must vary as its arguments do, and a scan's carry as its results. The gradient of the
+    cast is the psum that a replicated argument's gradient needs.
+    """
+    varying: list[frozenset[str]] = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    missing = [tuple(sorted(frozenset().union(*varying) - axes)) for axes in varying]
+    return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -121,7 +131,8 @@ def _backward(
         return (d_unembed_DV, d_temperature), [d_hidden_ND]
 
     tokens = [hidden_ND, targets_N, log_norm_N, d_logp_N]
-    zeros = (jnp.zeros(unembed_DV.shape, dtype), jnp.zeros((), dtype))
+    # zeros_like keeps the axes that the arguments vary over (see _vary_alike); plain zeros would not.
+    zeros = (jnp.zeros_like(unembed_DV, dtype), jnp.zeros_like(temperature))
     (d_unembed_DV, d_temperature), (d_hidden_ND,) = _scan_chunks(body, zeros, tokens, num_chunks)
     return d_hidden_ND, d_unembed_DV.astype(unembed_DV.dtype), None, d_temperature
 

@@ -115,7 +115,9 @@ def policy_loss(
       behavior_logp_NT: as recorded by the sampler; a constant. Anything where masked out.
       advantages_N: one per row; a constant. Anything where the row is masked out.
       mask_NT: bool, the tokens to train on.
-      axis_name: mesh axis or axes to psum everything over, under pmap or shard_map.
+      axis_name: mesh axis or axes to psum everything over, under pmap or shard_map. The gradient of a replicated
+        parameter then comes out summed over devices from shard_map; from pmap, and shard_map with check_vma=False,
+        `pmean` makes it so.
       clip_low: the ratio counts down to 1 - clip_low where A < 0.
       clip_high: the ratio counts up to 1 + clip_high where A > 0.
       aggregation: `token_mean` (token losses; weight = tokens), `sequence_mean` (each row's mean; weight = rows with

@@ -52,7 +52,9 @@ def scatter_rows(buffer: Any, slot_P: Array, rows: Any) -> Any:
     # Every dropped row gets its own slot outside, which keeps the promise that slots are unique, and none is
     # negative, which would count from the end.
     slot_P = jnp.where(inside_P, slot_P, capacity + jnp.arange(slot_P.shape[0], dtype=slot_P.dtype))
-    return jax.tree.map(lambda leaf, row: leaf.at[slot_P].set(row, mode="drop", unique_indices=True), buffer, rows)
+    return jax.tree.map(
+        lambda leaf, row: jnp.asarray(leaf).at[slot_P].set(row, mode="drop", unique_indices=True), buffer, rows
+    )
 
 
 def scatter_kept(buffer: Any, count: Array, rows: Any, keep_P: Array) -> tuple[Any, Array, Array]:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from dynrl.core.group_stats import GroupStats
 from dynrl.types import Array
@@ -108,7 +109,7 @@ def user_mask_fn(path: str, kwargs: dict[str, Any]) -> tuple[MaskFn, bool]:
 
 def refuse_tracers(name: str, *trees: Any) -> None:
     """Raises a TypeError if a host filter is being traced."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees)):
         raise TypeError(
             f"filter {name!r} runs on the host and cannot be traced (jit, vmap, ...): call it outside with concrete "
             "arrays and pass its mask into the jitted function, or write it vectorised:\n"

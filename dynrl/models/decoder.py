@@ -4,10 +4,10 @@ Flax Linen, not NNX: a Linen module holds no arrays, so `apply(params, ...)` tak
 jitted programs donate, the optimizer maps over, sharding rules match by path, and checkpoints store. With NNX each
 program would split and merge a graph to get the same dict.
 
-Prompts are shared. The G rollouts of a group start from one prompt, so its keys and values are computed once per
-group (`prefix`) and read by all G rows, in the sampler and in the train step alike. A row's own tokens attend to
-[prefix | own], where `own` is the row's tokens (training) or its cache (decoding). RoPE is applied before keys are
-stored, so only the position of a token matters, never the column it lies in.
+Prompts are shared. The G rollouts of a group start from one prompt, so it is run once per group. In the train step
+its keys and values stay where they are (`prefix`) and all G rows attend to [prefix | own tokens]; in the sampler
+they are fanned out to the rows' caches, which decoding appends to. RoPE is applied before keys are stored, so only
+the position of a token matters, never the column it lies in.
 """
 
 from typing import Any, NamedTuple
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
           positions: int32 [R, T], counted from 0 at the prompt's first real token.
           mask: bool, broadcastable to [R, T, own columns]: what each query may see of its own keys.
           prefix: shared prompts; rows are then grouped by prompt.
-          cache: decoding only; never with scan_layers (see `unstack_layers`).
+          cache: decoding only, without a prefix; never with scan_layers (see `unstack_layers`).
 
         Returns:
           Hidden states [R, T, D] after the final norm, and KV per layer (a stacked KV under scan_layers).

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from dynrl.config import ModelConfig
 from dynrl.core import token_logprobs
-from dynrl.models.decoder import KV, Cache, Decoder, Params, Prefix, prompt_inputs, unembed_DV
+from dynrl.models.decoder import Cache, Decoder, Params, Prefix, prompt_inputs, unembed_DV
 from dynrl.types import Array, Payload
 
 
@@ -60,33 +60,55 @@ def logits_of(hidden: Array, params: Params, config: ModelConfig) -> Array:
     return jnp.dot(hidden, unembed_DV(params, config).astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
-def prefill(params: Params, prompt_PL: Array, length_P: Array, config: ModelConfig) -> tuple[Array, Prefix]:
-    """Runs prompts. Returns the float32 logits [P, V] after the last prompt token, and the prefix for decoding."""
+def prefill(
+    params: Params, prompt_PL: Array, length_P: Array, num_rows: int, columns: int, config: ModelConfig
+) -> tuple[Array, Cache]:
+    """Runs each prompt once and fans its keys and values out to the rows of its group.
+
+    Args:
+      params: in the unrolled layout.
+      prompt_PL: left-padded prompts.
+      length_P: their lengths.
+      num_rows: N = P * G.
+      columns: what the cache holds behind the prompt.
+      config: the architecture.
+
+    Returns:
+      Float32 logits [P, V] after the last prompt token, and a cache of L + columns whose next column is L.
+    """
+    p, length = prompt_PL.shape
     decoder = Decoder(config, params["embedding"].shape[0])
-    positions, mask, valid = prompt_inputs(length_P, prompt_PL.shape[1])
+    positions, mask, _ = prompt_inputs(length_P, length)
     hidden, layers = decoder.apply({"params": params}, prompt_PL, positions, mask)  # type: ignore[misc]
-    return logits_of(hidden[:, -1], params, config), Prefix(layers, valid)
+
+    def fan_out(x: Array) -> Array:
+        return jnp.pad(jnp.repeat(x, num_rows // p, axis=0), ((0, 0), (0, 0), (0, columns), (0, 0)))
+
+    cache = Cache(jax.tree.map(fan_out, layers), jnp.int32(length))
+    return logits_of(hidden[:, -1], params, config), cache
 
 
 def decode_step(
-    params: Params, token_N: Array, position_N: Array, prefix: Prefix, cache: Cache, config: ModelConfig
+    params: Params, token_N: Array, position_N: Array, valid_NC: Array, cache: Cache, config: ModelConfig
 ) -> tuple[Array, Cache]:
-    """Feeds one token per row. Returns float32 logits [N, V] and the cache, one column longer."""
+    """Feeds one token per row into column `cache.index`.
+
+    Args:
+      params: in the unrolled layout.
+      token_N: the tokens.
+      position_N: their positions, counted without padding.
+      valid_NC: bool, the cache columns that a row may see, the written one included.
+      cache: donated.
+      config: the architecture.
+
+    Returns:
+      Float32 logits [N, V], and the cache, one column longer.
+    """
     decoder = Decoder(config, params["embedding"].shape[0])
-    columns = cache.layers[0].k.shape[2]
-    mask = (jnp.arange(columns) <= cache.index)[None, None, :]
     hidden, layers = decoder.apply(  # type: ignore[misc]
-        {"params": params}, token_N[:, None], position_N[:, None], mask, prefix, cache
+        {"params": params}, token_N[:, None], position_N[:, None], valid_NC[:, None], cache=cache
     )
     return logits_of(hidden[:, 0], params, config), Cache(layers, cache.index + 1)
-
-
-def empty_cache(num_rows: int, length: int, config: ModelConfig) -> Cache:
-    """A zeroed cache of `length` columns: one array per layer, since stacked ones are copied at every step."""
-    shape = (num_rows, config.num_kv_heads, length, config.head_dim)
-    dtype = jnp.dtype(config.dtype)
-    layers = tuple(KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
-    return Cache(layers, jnp.zeros((), jnp.int32))
 
 
 def cast_floats(params: Params, dtype: str) -> Params:

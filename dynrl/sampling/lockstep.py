@@ -211,7 +211,7 @@ class LockstepSampler:
     def cache_bytes(self) -> int:
         """Bytes of keys and values on all devices while a batch is decoded."""
         c = self._config
-        columns = self._p * self._l + self._p * self._g * max(self._t - 1, 1)
+        columns = self._p * self._g * (self._l + max(self._t - 1, 1))
         return 2 * c.num_layers * c.num_kv_heads * c.head_dim * columns * jnp.dtype(c.dtype).itemsize
 
     def warm_up(self) -> Groups:

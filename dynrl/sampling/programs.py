@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from dynrl.config import ModelConfig
-from dynrl.models.decoder import Cache, Params, Prefix
-from dynrl.models.policy import decode_step, empty_cache, prefill
+from dynrl.models.decoder import Cache, Params
+from dynrl.models.policy import decode_step, prefill
 from dynrl.sampling.noise import Identity, rollout_keys, sample
 from dynrl.types import Array, Finish, Payload
 
@@ -27,8 +27,7 @@ class DecodeState(NamedTuple):
     """The device's side of one lock-step batch: P prompts, N = P * G rollouts, T completion columns."""
 
     batch: Batch
-    prefix: Prefix
-    cache: Cache
+    cache: Cache  # columns: prompt, then completion
     keys_N2: Array
     tokens_NT: Array
     logp_NT: Array
@@ -43,12 +42,12 @@ def start(params: Params, batch: Batch, seed: Array, config: ModelConfig, g: int
     """Prefills each prompt once and draws the first token of its G rollouts."""
     p = batch.prompt_PL.shape[0]
     n = p * g
-    logits_PV, prefix = prefill(params, batch.prompt_PL, batch.prompt_length_P, config)
+    # The last completion token is never fed: T - 1 columns hold all the others.
+    logits_PV, cache = prefill(params, batch.prompt_PL, batch.prompt_length_P, n, max(t - 1, 1), config)
     done_N = jnp.repeat(~batch.valid_P, g)
     state = DecodeState(
         batch=batch,
-        prefix=prefix,
-        cache=empty_cache(n, max(t - 1, 1), config),
+        cache=cache,
         keys_N2=rollout_keys(seed, batch.identity, g),
         tokens_NT=jnp.zeros((n, t), jnp.int32),
         logp_NT=jnp.zeros((n, t), jnp.float32),
@@ -100,16 +99,20 @@ def chunk(
       The state, and bool [P]: groups all of whose rollouts are done.
     """
     state = state._replace(done_N=state.done_N | jnp.repeat(stop_P, g))
-    first = state.cache.index
+    first, prompt_columns = state.cache.index, state.batch.prompt_PL.shape[1]
     length_N = jnp.repeat(state.batch.prompt_length_P, g)
+    columns = jnp.arange(state.cache.layers[0].k.shape[2])
+    prompt_NC = columns >= prompt_columns - length_N[:, None]  # left padding is not seen
 
     def more(s: DecodeState) -> Array:
         return (s.cache.index - first < max_steps) & ~jnp.all(s.done_N)
 
     def body(s: DecodeState) -> DecodeState:
-        i = s.cache.index
+        i = s.cache.index - prompt_columns
         token_N = jax.lax.dynamic_index_in_dim(s.tokens_NT, i, axis=1, keepdims=False)
-        logits, cache = decode_step(params, token_N, length_N + i, s.prefix, s.cache, config)
+        logits, cache = decode_step(
+            params, token_N, length_N + i, prompt_NC & (columns <= s.cache.index), s.cache, config
+        )
         return _append(s._replace(cache=cache), logits, i + 1, g, eos)
 
     state = jax.lax.while_loop(more, body, state)

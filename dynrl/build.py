@@ -77,7 +77,7 @@ def check_backend() -> None:
 
 def setup_compile_cache(config: RunConfig) -> None:
     """Keeps compiled programs between runs, unless the user has chosen a place already."""
-    if config.compile_cache and jax.config.jax_compilation_cache_dir is None:
+    if config.compile_cache and jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

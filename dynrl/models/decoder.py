@@ -10,6 +10,7 @@ they are fanned out to the rows' caches, which decoding appends to. RoPE is appl
 the position of a token matters, never the column it lies in.
 """
 
+import typing
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -41,11 +42,11 @@ class Prefix(NamedTuple):
 class Cache(NamedTuple):
     """The rows' own keys and values while decoding: a KV per layer, and the column to write next (scalar)."""
 
-    layers: tuple[KV, ...]
+    layers: Any  # tuple[KV, ...]
     index: Array
 
 
-def attend(q: Array, own: KV, own_mask: Array, prefix: KV | None, prefix_valid: Array | None) -> Array:
+def attend(q: Array, own: KV, own_mask: Array, prefix: KV | None, prefix_valid: Array) -> Array:
     """Grouped-query attention over [prefix | own], softmax in float32.
 
     Args:
@@ -53,7 +54,7 @@ def attend(q: Array, own: KV, own_mask: Array, prefix: KV | None, prefix_valid: 
       own: [R, Hkv, Tk, head_dim].
       own_mask: bool, broadcastable to [R, Tq, Tk].
       prefix: [P, Hkv, L, head_dim] or None.
-      prefix_valid: bool [P, L].
+      prefix_valid: bool [P, L]; None without a prefix.
 
     Returns:
       [R, Tq, H * head_dim].
@@ -92,8 +93,8 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Array, positions: Array, mask: Array, prefix: KV | None, prefix_valid: Array | None, cache: KV | None,
-        index: Array | None,
+        self, x: Array, positions: Array, mask: Array, prefix: KV | None, prefix_valid: Array, cache: KV | None,
+        index: Array,
     ) -> tuple[Array, KV]:  # fmt: skip
         """Returns the output [R, T, D] and the layer's own KV (the updated cache while decoding)."""
         c = self.config
@@ -140,7 +141,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Array, positions: Array, mask: Array, prefix_valid: Array | None, index: Array | None,
+        self, x: Array, positions: Array, mask: Array, prefix_valid: Array, index: Array,
         prefix: KV | None, cache: KV | None,
     ) -> tuple[Array, KV]:  # fmt: skip
         """Returns the new residual stream and this layer's own KV."""
@@ -196,7 +197,7 @@ class Decoder(nn.Module):
                 block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast, 0, nn.broadcast),
+                in_axes=typing.cast(Any, (nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast, 0, nn.broadcast)),
                 length=c.num_layers,
             )(c, name="layers")
             x, own = layers(x, positions, mask, prefix_valid, index, None if prefix is None else prefix.layers, None)

@@ -108,8 +108,10 @@ def owned_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
     owned = np.zeros(num_rows, bool)
     owner_of: dict[tuple[int, int], int] = {}
     for device, index in rows(mesh).devices_indices_map((num_rows,)).items():
-        span = index[0].indices(num_rows)[:2]
-        owner_of[span] = min(owner_of.get(span, device.process_index), device.process_index)
+        start, stop, _ = index[0].indices(num_rows)
+        span = (start, stop)
+        process = int(device.process_index or 0)
+        owner_of[span] = min(owner_of.get(span, process), process)
     for (start, stop), process in owner_of.items():
         owned[start:stop] = process == jax.process_index()
     return owned

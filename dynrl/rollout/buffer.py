@@ -140,7 +140,7 @@ class GroupBuffer:
         Raises:
           ValueError: when they do not fit, or a ticket is stored already; nothing is stored then.
         """
-        kept = np.flatnonzero(keep_P)
+        kept = [int(i) for i in np.flatnonzero(keep_P)]
         if len(kept) > self.capacity - len(self._slots):
             free = self.capacity - len(self._slots)
             raise ValueError(f"{len(kept)} groups do not fit into the {free} free of {self.capacity} slots")
@@ -148,7 +148,7 @@ class GroupBuffer:
             if int(groups.tickets_P[i]) in self._slots:
                 raise ValueError(f"ticket {groups.tickets_P[i]} is in the buffer already")
         new = Stored(groups.payload, sharding.place(rewards_PG, self._rows), sharding.place(live_PG, self._rows))
-        left = list(kept)
+        left = kept
         while left:
             left = self._put_pass(new, groups.tickets_P, left)
         self._records.update({int(groups.tickets_P[i]): records[int(groups.tickets_P[i])] for i in kept})

@@ -46,6 +46,11 @@ class Schedule(Protocol):
 
     capabilities: Capabilities
 
+    @property
+    def num_rounds(self) -> int:
+        """Rounds dispatched for the step being filled; 0 where a schedule has none."""
+        ...
+
     def admit(self, view: View) -> int:
         """How many groups to draw and dispatch now."""
         ...

@@ -95,6 +95,8 @@ class Bookkeeper:
 
     def save(self) -> None:
         """Writes a checkpoint of everything, in the background."""
+        if self._checkpointer.latest == self._controller.step:
+            return  # the run ends where a checkpoint fell due
         p, pending = self._parts, self.pending()
         document = {
             "config": to_mapping(p.config),

@@ -76,7 +76,7 @@ def _append(state: DecodeState, logits_NV: Array, position: Array, g: int, eos: 
         length_N=state.length_N + made_N,
         finish_N=finish_N,
         done_N=state.done_N | stop_N | full_N | ~finite_N,
-        active_steps=state.active_steps + active_N.sum(dtype=jnp.int32),
+        active_steps=state.active_steps + made_N.sum(dtype=jnp.int32),
         slot_steps=state.slot_steps + active_N.shape[0],
     )
 

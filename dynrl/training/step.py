@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from dynrl.config import RunConfig
+from dynrl.config import ConfigError, RunConfig
 from dynrl.core import group_advantages, masked_sum_count, policy_loss, safe_divide
 from dynrl.models import sharding
 from dynrl.models.decoder import Params
@@ -179,6 +179,17 @@ def train_step(
 def jit_train_step(
     config: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh, shardings: TrainState
 ) -> Any:
-    """`(state, batch) -> (state, metrics)`, jitted; the state is donated, metrics are replicated."""
-    step = partial(train_step, config=config, optimizer=optimizer, shards=sharding.num_row_shards(mesh))
+    """`(state, batch) -> (state, metrics)`, jitted; the state is donated, metrics are replicated.
+
+    Raises:
+      ConfigError: when the row shards cannot all give the same share to every minibatch and microbatch.
+    """
+    shards = sharding.num_row_shards(mesh)
+    parts = shards * config.train.num_minibatches * config.train.num_microbatches
+    if config.num_prompts_per_step % parts:
+        raise ConfigError(
+            f"config.num_prompts_per_step: {config.num_prompts_per_step} is no multiple of the mesh's {shards} row "
+            f"shards (data x fsdp) * train.num_minibatches * train.num_microbatches = {parts}"
+        )
+    step = partial(train_step, config=config, optimizer=optimizer, shards=shards)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh)))

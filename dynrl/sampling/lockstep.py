@@ -4,6 +4,7 @@ The host looks once per chunk: it hands over the groups that finished in it, and
 chunk (or start the next batch) while the caller verifies them.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -72,14 +73,14 @@ class LockstepSampler:
         self._jit_programs(eos_id)
 
     def _jit_programs(self, eos_id: int) -> None:
-        config, g, t = self._config, self._g, self._t
+        config, g, t = dataclasses.replace(self._config, scan_layers=False), self._g, self._t  # decoding is unrolled
         start = partial(programs.start, config=config, g=g, t=t, eos=eos_id)
         kv = sharding.kv_heads(self._mesh, config.num_kv_heads)
 
         def out_sharding(leaf: jax.ShapeDtypeStruct) -> Any:
             return self._whole if leaf.ndim == 0 else kv if leaf.ndim == 4 else self._rows
 
-        params = jax.eval_shape(partial(self._decode_layout), _abstract_params(config, self._vocab_size))
+        params = jax.eval_shape(partial(self._decode_layout), _abstract_params(self._config, self._vocab_size))
         batch = jax.eval_shape(lambda: self._host_batch([]))
         shapes = jax.eval_shape(start, params, batch, jax.ShapeDtypeStruct((), jnp.uint32))
         state = jax.tree.map(out_sharding, shapes)

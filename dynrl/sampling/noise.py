@@ -63,7 +63,9 @@ def sample(logits_NV: Array, keys_N2: Array, position: Array, temperature_N: Arr
     finite_N = jnp.all(jnp.isfinite(logits_NV), axis=-1)
     logits_NV = jnp.where(finite_N[:, None], logits_NV, 0.0)
     greedy_N = temperature_N == 0
-    scaled_NV = logits_NV / jnp.where(greedy_N, 1.0, temperature_N)[:, None]
+    # Below the maximum before scaling: at a small temperature the quotients would lose their differences, or overflow.
+    below_max_NV = logits_NV - jnp.max(logits_NV, axis=-1, keepdims=True)
+    scaled_NV = below_max_NV / jnp.where(greedy_N, 1.0, temperature_N)[:, None]
     noise_NV = jnp.where(greedy_N[:, None], 0.0, gumbel(keys_N2, position, logits_NV.shape[-1]))
     token_N = jnp.argmax(scaled_NV + noise_NV, axis=-1).astype(jnp.int32)
     chosen_NV = jnp.arange(logits_NV.shape[-1])[None] == token_N[:, None]

@@ -76,7 +76,7 @@ def _append(state: DecodeState, logits_NV: Array, position: Array, g: int, eos: 
         length_N=state.length_N + made_N,
         finish_N=finish_N,
         done_N=state.done_N | stop_N | full_N | ~finite_N,
-        active_steps=state.active_steps + active_N.sum(dtype=jnp.int32),
+        active_steps=state.active_steps + made_N.sum(dtype=jnp.int32),
         slot_steps=state.slot_steps + active_N.shape[0],
     )
 
@@ -101,7 +101,7 @@ def chunk(
     state = state._replace(done_N=state.done_N | jnp.repeat(stop_P, g))
     first, prompt_columns = state.cache.index, state.batch.prompt_PL.shape[1]
     length_N = jnp.repeat(state.batch.prompt_length_P, g)
-    columns = jnp.arange(state.cache.layers[0].k.shape[2])
+    columns = jnp.arange(state.cache.layers[0].k.shape[2])[None, :]
     prompt_NC = columns >= prompt_columns - length_N[:, None]  # left padding is not seen
 
     def more(s: DecodeState) -> Array:

@@ -51,9 +51,18 @@ def make_optimizer(config: TrainConfig, num_steps: int) -> optax.GradientTransfo
             b2=config.adam_b2,
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree.map(lambda x: jnp.ndim(x) > 1, params),
+            mask=_decayed,
         ),
     )
+
+
+def _decayed(params: Params) -> Any:
+    """By name, not by rank: under scan_layers norms and biases have a leading axis of layers."""
+
+    def one(path: tuple[Any, ...], _: Array) -> bool:
+        return path[-1].key not in ("scale", "bias")
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def init_state(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from dynrl.config import RunConfig
+from dynrl.config import ConfigError, RunConfig
 from dynrl.core import group_advantages, masked_sum_count, policy_loss, safe_divide
 from dynrl.models import sharding
 from dynrl.models.decoder import Params
@@ -127,11 +127,14 @@ def prepare(params: Params, batch: TrainBatch, config: RunConfig, on_policy: boo
 def update(
     state: TrainState, part: Part, index: Array, config: RunConfig, optimizer: optax.GradientTransformation,
     on_policy: bool, shards: int,
-) -> tuple[TrainState, dict[str, Array]]:  # fmt: skip
+) -> tuple[TrainState, tuple[Sums, Array]]:  # fmt: skip
     """One optimizer update on minibatch `index` of the batch.
 
     A minibatch without a trained token makes no update: Adam's moments and weight decay would still move the
-    weights. Nor does one with a non-finite gradient; `train_step/nonfinite` counts those.
+    weights. Nor does one with a non-finite gradient.
+
+    Returns:
+      The new state, and (metric sums, 1 where the gradient was non-finite).
     """
     real = part.batch.real_B.sum()
     num = config.train.num_minibatches
@@ -147,9 +150,8 @@ def update(
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     moved = TrainState(optax.apply_updates(state.params, updates), opt_state, state.updates + 1)
     state = jax.tree.map(lambda new, old: jnp.where(apply, new, old), moved, state)
-    metrics = {f"train_step/{name}": safe_divide(total, count) for name, (total, count) in sums.items()}
-    metrics |= {"train_step/grad_norm": norm, "train_step/nonfinite": (~finite).astype(jnp.int32)}
-    return state, metrics
+    sums["grad_norm"] = (norm, (weight > 0).astype(norm.dtype))
+    return state, (sums, (~finite).astype(jnp.int32))
 
 
 def train_step(
@@ -158,23 +160,36 @@ def train_step(
     """All updates of one step: `num_epochs` passes over `num_minibatches` minibatches.
 
     Returns:
-      The new state, and scalar metrics: means over the updates, but `nonfinite` as a sum.
+      The new state, and scalar metrics: means over the tokens of all updates, `grad_norm` over the updates that had
+      any, and the number of non-finite ones.
     """
     per_epoch = config.train.num_minibatches
     num_updates = config.train.num_epochs * per_epoch
     part, metrics = prepare(state.params, batch, config, on_policy=num_updates == 1)
     one = partial(update, part=part, config=config, optimizer=optimizer, on_policy=num_updates == 1, shards=shards)
     if num_updates == 1:
-        state, step_metrics = one(state, index=jnp.zeros((), jnp.int32))
+        state, (sums, nonfinite) = one(state, index=jnp.zeros((), jnp.int32))
     else:
         state, stacked = jax.lax.scan(lambda s, i: one(s, index=i % per_epoch), state, jnp.arange(num_updates))
-        step_metrics = {k: x.sum(0) if k == "train_step/nonfinite" else x.mean(0) for k, x in stacked.items()}
-    return state, metrics | step_metrics
+        sums, nonfinite = jax.tree.map(lambda x: x.sum(0), stacked)
+    metrics |= {f"train_step/{name}": safe_divide(total, count) for name, (total, count) in sums.items()}
+    return state, metrics | {"train_step/nonfinite": nonfinite}
 
 
 def jit_train_step(
     config: RunConfig, optimizer: optax.GradientTransformation, mesh: Mesh, shardings: TrainState
 ) -> Any:
-    """`(state, batch) -> (state, metrics)`, jitted; the state is donated, metrics are replicated."""
-    step = partial(train_step, config=config, optimizer=optimizer, shards=sharding.num_row_shards(mesh))
+    """`(state, batch) -> (state, metrics)`, jitted; the state is donated, metrics are replicated.
+
+    Raises:
+      ConfigError: when the row shards cannot all give the same share to every minibatch and microbatch.
+    """
+    shards = sharding.num_row_shards(mesh)
+    parts = shards * config.train.num_minibatches * config.train.num_microbatches
+    if config.num_prompts_per_step % parts:
+        raise ConfigError(
+            f"config.num_prompts_per_step: {config.num_prompts_per_step} is no multiple of the mesh's {shards} row "
+            f"shards (data x fsdp) * train.num_minibatches * train.num_microbatches = {parts}"
+        )
+    step = partial(train_step, config=config, optimizer=optimizer, shards=shards)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh)))

@@ -10,10 +10,10 @@ every completion has the full length on both sides; the result says what was gen
 
 Each side is a process of its own that compiles, warms up and then waits. The sides take turns, a block of steps
 each; a pair of blocks gives a ratio of medians, and the result is the median ratio. Alternation is not enough on a
-busy machine: torch's threads spin at their barriers and lose far more to foreign load than XLA's do (a step of 0.3 s
-took 8 s beside two busy processes), which would flatter dynrl. So every block measures what other processes took of
-the cores, and only quiet pairs count; without enough of them the result says so and is not ok. `cpu_secs` are the
-seconds of all of a side's threads per step, spinning and idle waiting included.
+busy machine: torch's threads meet at barriers and lose far more to foreign load than XLA's do (2 to 8 s a step on two
+busy cores, as they sleep or spin there), which would flatter dynrl. So every block measures what other processes took
+of the cores, and only quiet pairs count; without enough of them the result says so and is not ok. `cpu_secs` are the
+seconds of all of a side's threads per step; under load they compare better than wall time does.
 
 Prints JSON lines: the ratio, then one line per phase. Without a peer the value is "skipped".
 """
@@ -173,6 +173,16 @@ def busy_secs() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
+def await_quiet(deadline: float) -> None:
+    """Waits for a second in which the cores idle, but not beyond the deadline (of time.monotonic)."""
+    limit = MAX_OTHERS_FRAC * (os.cpu_count() or 1)
+    while time.monotonic() < deadline:
+        busy = busy_secs()
+        time.sleep(1.0)
+        if busy_secs() - busy <= limit:
+            return
+
+
 def session_secs(session: int) -> float:
     """CPU seconds of the processes of a session, with their children that have ended."""
     ticks = 0
@@ -257,7 +267,7 @@ def peer_spec(flags: argparse.Namespace) -> dict[str, Any]:
         "num_tokens": NUM_TOKENS,
         "learning_rate": flags.learning_rate,
         "num_microbatches": flags.peer_microbatches,
-        "num_threads": os.cpu_count(),
+        "num_threads": len(os.sched_getaffinity(0)),
         "prompts": [task.prompt for task in tasks],
         "answers": [task.answer for task in tasks],
     }
@@ -267,8 +277,13 @@ def start_sides(flags: argparse.Namespace) -> dict[str, Side]:
     """Starts both processes."""
     own = [sys.executable, __file__, *sys.argv[1:], "--side"]
     peer = [flags.peer_python, str(Path(__file__).with_name("peer_trl.py"))]
-    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    return {"dynrl": Side("dynrl", own, {"JAX_PLATFORMS": "cpu"}), "trl": Side("trl", peer, offline)}
+    env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": wait_policy()}
+    return {"dynrl": Side("dynrl", own, {"JAX_PLATFORMS": "cpu"}), "trl": Side("trl", peer, env)}
+
+
+def wait_policy() -> str:
+    """How torch's threads wait: asleep, which foreign load hurts least, unless the environment says otherwise."""
+    return os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
@@ -283,7 +298,9 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
         for side in sides.values():
             side.block(WARM_UP_STEPS)
         pairs: list[Pair] = []
-        while sum(map(quiet, pairs)) < flags.blocks and len(pairs) < max(flags.blocks, flags.max_blocks):
+        deadline = time.monotonic() + flags.max_wait_secs
+        while len(pairs) < flags.blocks or (sum(map(quiet, pairs)) < flags.blocks and time.monotonic() < deadline):
+            await_quiet(deadline)
             pairs.append({name: side.block(flags.steps) for name, side in sides.items()})
     finally:
         for side in sides.values():
@@ -327,6 +344,7 @@ def result_lines(flags: argparse.Namespace, facts: dict[str, Any], pairs: list[P
         "kv_heads": flags.kv_heads,
         "num_microbatches": {"dynrl": flags.num_microbatches, "trl": flags.peer_microbatches},
         "num_slots": flags.num_slots,
+        "peer_wait_policy": wait_policy(),
         "versions": {**facts["dynrl"]["versions"], **facts["trl"]["versions"]},
     }
     phases = [
@@ -346,7 +364,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="dynrl's GRPO step beside that of TRL's GRPOTrainer")
     parser.add_argument("--peer-python", default="", help="interpreter of the environment that holds trl")
     parser.add_argument("--blocks", type=int, default=5, help="quiet pairs of blocks that are wanted")
-    parser.add_argument("--max-blocks", type=int, default=30, help="pairs of blocks that are tried")
+    parser.add_argument("--max-wait-secs", type=float, default=120.0, help="how long quiet pairs are sought")
     parser.add_argument("--steps", type=int, default=8, help="steps in a block")
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=3e-4)

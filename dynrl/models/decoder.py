@@ -238,12 +238,12 @@ def stack_layers(params: Params, num_layers: int) -> Params:
 
 def prompt_inputs(length_P: Array, max_length: int) -> tuple[Array, Array, Array]:
     """Positions [P, L], mask [P, L, L] and valid columns [P, L] of left-padded prompts."""
-    columns = jnp.arange(max_length)
+    columns = jnp.arange(max_length)[None, :]
     start_P1 = (max_length - length_P)[:, None]
     valid_PL = columns >= start_P1
     positions_PL = jnp.maximum(columns - start_P1, 0)
-    causal = columns[:, None] >= columns[None, :]
-    return positions_PL, causal[None] & valid_PL[:, None, :], valid_PL
+    causal = columns[:, :, None] >= columns[:, None, :]
+    return positions_PL, causal & valid_PL[:, None, :], valid_PL
 
 
 def init_params(config: ModelConfig, vocab_size: int, key: Array) -> Params:

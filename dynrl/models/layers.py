@@ -49,7 +49,8 @@ class Dense(nn.Module):
         kernel = self.param("kernel", INIT, (x.shape[-1], self.features))
         y = matmul(x.astype(self.dtype), kernel.astype(self.dtype))
         if self.use_bias:
-            y = y + self.param("bias", nn.initializers.zeros_init(), (self.features,)).astype(self.dtype)
+            bias = self.param("bias", nn.initializers.zeros_init(), (self.features,)).astype(self.dtype)
+            y = y + jnp.expand_dims(bias, range(y.ndim - 1))
         return y
 
 
@@ -64,7 +65,7 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones_init(), (x.shape[-1],))
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * scale).astype(x.dtype)
+        return (y * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
 def rope(x: Array, positions: Array, base: float) -> Array:
@@ -77,7 +78,7 @@ def rope(x: Array, positions: Array, base: float) -> Array:
     """
     half = x.shape[-1] // 2
     freq = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[..., None, None].astype(jnp.float32) * freq
+    angle = positions[..., None, None].astype(jnp.float32) * freq[None, None, None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

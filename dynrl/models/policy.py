@@ -40,7 +40,7 @@ def completion_logprobs(
     else:
         rows = payload.tokens_PGT[:, :, :-1].reshape(p * g, t - 1)
         steps = jnp.arange(t - 1)
-        positions = jnp.repeat(payload.prompt_length_P, g)[:, None] + steps
+        positions = jnp.repeat(payload.prompt_length_P, g)[:, None] + steps[None, :]
         causal = (steps[:, None] >= steps[None, :])[None]
         rest, _ = decoder.apply({"params": params}, rows, positions, causal, Prefix(layers, valid))  # type: ignore[misc]
         hidden = jnp.concatenate([first, rest.reshape(p, g, t - 1, -1)], axis=2)

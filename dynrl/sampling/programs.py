@@ -101,7 +101,7 @@ def chunk(
     state = state._replace(done_N=state.done_N | jnp.repeat(stop_P, g))
     first, prompt_columns = state.cache.index, state.batch.prompt_PL.shape[1]
     length_N = jnp.repeat(state.batch.prompt_length_P, g)
-    columns = jnp.arange(state.cache.layers[0].k.shape[2])
+    columns = jnp.arange(state.cache.layers[0].k.shape[2])[None, :]
     prompt_NC = columns >= prompt_columns - length_N[:, None]  # left padding is not seen
 
     def more(s: DecodeState) -> Array:

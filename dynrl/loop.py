@@ -131,12 +131,14 @@ class Loop:
 
     def _warm_start(self) -> None:
         say, begin = self.books.progress.say, time.perf_counter()
-        writer = JsonlWriter(self._workdir / "warm_start.jsonl") if jax.process_index() == 0 else None
+        writers: list[JsonlWriter] = []  # opened when there is something to write: a cached warm start leaves the file
 
         def log(step: int, loss: float) -> None:
             say(f"warm start {step}/{self.config.warm_start.num_steps} loss {loss:.3f}")
-            if writer is not None:
-                writer.write(step, {"warm_start/step": step, "warm_start/loss": loss})
+            if jax.process_index() == 0:
+                if not writers:
+                    writers.append(JsonlWriter(self._workdir / "warm_start.jsonl"))
+                writers[0].write(step, {"warm_start/step": step, "warm_start/loss": loss})
 
         cached = run_warm_start(self.parts, log)
         say(f"warm start {'read from the cache' if cached else 'trained'} in {time.perf_counter() - begin:.1f} s")
@@ -197,6 +199,7 @@ class Loop:
 
     def _train_step(self, tickets: tuple[int, ...]) -> list[Command]:
         """Buffer -> batch -> train step -> weights to the sampler -> row, evaluation, checkpoint."""
+        self._await_weights()  # a step that surplus fills follows the step before at once
         parts, step, version = self.parts, self.controller.step, self.controller.version
         surplus = self.controller.ledger.levels[Phase.READY] - len(tickets)
         num_rounds = self.controller.schedule.num_rounds

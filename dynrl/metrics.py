@@ -131,11 +131,9 @@ class JsonlWriter:
 
     def __init__(self, path: epath.Path, offset: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = b""
-        if offset:
-            kept = path.read_bytes() if path.exists() else b""
-            if len(kept) < offset:
-                raise ValueError(f"{path} holds {len(kept)} bytes, its checkpoint {offset}: the file was changed")
+        kept = path.read_bytes() if path.exists() else b""
+        if len(kept) < offset:
+            raise ValueError(f"{path} holds {len(kept)} bytes, its checkpoint {offset}: the file was changed")
         if len(kept) != offset or not path.exists():
             path.write_bytes(kept[:offset])
         self.path, self.offset = path, offset

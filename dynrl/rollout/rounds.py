@@ -65,13 +65,19 @@ def gather(records: Records, owned_P: np.ndarray) -> Records:
         return records
     from jax.experimental import multihost_utils
 
-    def own(x: np.ndarray) -> np.ndarray:
-        bits = x.view(np.int32) if x.dtype == np.float32 else x.astype(np.int32)
-        return np.where(owned_P[:, None], bits, 0)
+    bits = [x.view(np.int32) if x.dtype == np.float32 else x.astype(np.int32) for x in records]
+    own = np.where(owned_P[:, None], np.concatenate(bits, axis=1), 0)
+    total = np.asarray(multihost_utils.process_allgather(own)).sum(axis=0, dtype=np.int32)
+    columns = np.split(total, np.cumsum([x.shape[1] for x in bits])[:-1], axis=1)
+    columns = [np.ascontiguousarray(x) for x in columns]
+    return Records(*(c.view(np.float32) if r.dtype == np.float32 else c for c, r in zip(columns, records, strict=True)))
 
-    summed = multihost_utils.process_allgather(tuple(own(x) for x in records))
-    total = [np.asarray(x).sum(axis=0, dtype=np.int32) for x in summed]
-    return Records(*(t.view(np.float32) if r.dtype == np.float32 else t for t, r in zip(total, records, strict=True)))
+
+def warm_up_gather(num_groups: int, num_samples: int) -> None:
+    """Compiles the program that `gather` runs where there are several processes."""
+    zeros = np.zeros((num_groups, num_samples), np.int32)
+    floats, ones = zeros.astype(np.float32), np.ones((num_groups, 1), np.int32)
+    gather(Records(floats, floats, zeros, zeros, zeros, ones), np.zeros(num_groups, bool))
 
 
 def submit_for_judgement(groups: Groups, tasks: dict[int, Task], tokenizer: Tokenizer, verifiers: Verifiers) -> None:

@@ -22,6 +22,9 @@ class Checkpointer:
     """
 
     def __init__(self, directory: epath.Path, config: CheckpointConfig) -> None:
+        # Orbax would share the writing of a replicated array among its replicas, by slices that compile (law 3).
+        handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+        ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
         options = ocp.CheckpointManagerOptions(max_to_keep=config.max_to_keep, create=True)
         self._manager = ocp.CheckpointManager(directory, options=options)
 

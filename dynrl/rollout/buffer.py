@@ -144,9 +144,10 @@ class GroupBuffer:
         if len(kept) > self.capacity - len(self._slots):
             free = self.capacity - len(self._slots)
             raise ValueError(f"{len(kept)} groups do not fit into the {free} free of {self.capacity} slots")
-        for i in kept:
-            if int(groups.tickets_P[i]) in self._slots:
-                raise ValueError(f"ticket {groups.tickets_P[i]} is in the buffer already")
+        tickets = groups.tickets_P[kept].tolist()
+        for i, ticket in enumerate(tickets):
+            if ticket in self._slots or ticket in tickets[:i]:
+                raise ValueError(f"ticket {ticket} is in the buffer already")
         new = Stored(groups.payload, sharding.place(rewards_PG, self._rows), sharding.place(live_PG, self._rows))
         left = list(kept)
         while left:

@@ -134,6 +134,8 @@ def _resumed(state: ControllerState) -> list[Command]:
 def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:
     if state.awaiting != "draw":
         raise ValueError(f"{len(event.draws)} tasks were drawn, but no Draw is outstanding")
+    if len(event.draws) > event.requested:
+        raise ValueError(f"{len(event.draws)} tasks were drawn, {event.requested} asked for")
     state.awaiting = ""
     state.data_ended |= len(event.draws) < event.requested
     if not event.draws:

@@ -88,7 +88,9 @@ def test_check_finds_what_does_not_balance(break_it):
         ledger.check()
 
 
-ACTIONS = st.lists(st.tuples(st.sampled_from(["dispatch", "move", "restart", *Dropped, "failed", "trained"]), st.integers(0, 99)))
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["dispatch", "move", "restart", *Dropped, "failed", "trained"]), st.integers(0, 99))
+)
 
 
 @settings(deadline=None, max_examples=60)

@@ -98,7 +98,9 @@ def test_replacement_index_is_the_number_of_rounds_before():
     assert (schedule.replacement_index(), schedule.num_rounds) == (0, 0)
 
 
-@pytest.mark.parametrize(("cap", "num_rounds", "ends"), [(0, 50, False), (1, 0, False), (1, 1, True), (3, 2, False), (3, 3, True)])
+@pytest.mark.parametrize(
+    ("cap", "num_rounds", "ends"), [(0, 50, False), (1, 0, False), (1, 1, True), (3, 2, False), (3, 3, True)]
+)
 def test_cap_on_rounds(cap, num_rounds, ends):
     exhausted = play(rounds(max_num_gen_batches=cap), *[1] * num_rounds).exhausted(View())
     assert (exhausted is not None) == ends

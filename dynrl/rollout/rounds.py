@@ -25,6 +25,8 @@ from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import Finish, Groups, Purpose, Request, Sampler, SamplingParams, Scores, Status, Task, Verdict
 
 STATUSES = tuple(Status)
+_STATUS_INDEX = {status: i for i, status in enumerate(STATUSES)}
+_LIVE_STATUS = np.array([status.live for status in STATUSES])
 
 
 class Records(NamedTuple):
@@ -40,7 +42,7 @@ class Records(NamedTuple):
     @property
     def live(self) -> np.ndarray:
         """Bool [P, G]."""
-        return np.isin(self.status, [i for i, s in enumerate(STATUSES) if s.live])
+        return _LIVE_STATUS[self.status]
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,18 @@ def records_of(groups: Groups, scores: dict[int, Scores], metric: str) -> Record
     """Records of one handed-over set of groups, filled where this process owns the group."""
     p, g = groups.host_length_PG.shape
     score, value = np.zeros((p, g), np.float32), np.zeros((p, g), np.float32)
-    status = np.full((p, g), STATUSES.index(Status.SAMPLER), np.int32)
-    for i in np.flatnonzero(groups.valid_P & groups.owned_P):
-        judged = scores[int(groups.tickets_P[i])]
-        score[i] = [r.score for r in judged.rewards]
-        value[i] = [metric_value(r, metric) for r in judged.rewards]
-        status[i] = [STATUSES.index(s) for s in judged.statuses]
+    status = np.full((p, g), _STATUS_INDEX[Status.SAMPLER], np.int32)
+    mine = np.flatnonzero(groups.valid_P & groups.owned_P)
+    if len(mine):
+        judged = [scores[t] for t in groups.tickets_P[mine].tolist()]
+        status[mine] = [[_STATUS_INDEX[s] for s in j.statuses] for j in judged]
+        with np.errstate(over="ignore"):  # finite for the verifier, infinite in float32
+            score[mine] = [[r.score for r in j.rewards] for j in judged]
+            value[mine] = (
+                score[mine] if metric == "score" else [[metric_value(r, metric) for r in j.rewards] for j in judged]
+            )
+        overflow = _LIVE_STATUS[status] & ~(np.isfinite(score) & np.isfinite(value))
+        status[overflow] = _STATUS_INDEX[Status.NONFINITE]
     ones = np.ones((p, 1), np.int32)
     return Records(score, value, status, groups.host_length_PG.astype(np.int32), groups.host_finish_PG, ones)
 

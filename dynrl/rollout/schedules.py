@@ -166,7 +166,10 @@ class Rounds:
         return [next(ready).ticket for _ in range(view.batch_size)]
 
     def evict(self, view: View) -> list[int]:
-        """Carried groups older than `max_surplus_age_versions`."""
+        """Carried groups older than `max_surplus_age_versions`; nothing changes while a round runs."""
+        levels = view.ledger.levels
+        if levels[Phase.IN_FLIGHT] or levels[Phase.JUDGING]:
+            return []
         oldest = view.version - self._config.max_surplus_age_versions
         return [t.ticket for t in view.ledger.ready() if t.version < oldest]
 

@@ -3,10 +3,10 @@
     python tests/benchmarks/bench_overhead.py [--steps 200]
 
 The quickstart's sizes: steps of 64 groups of 8 rollouts, 16 groups handed over at a time, half of them kept, so that
-a step takes about eight rounds. Sampler and verifiers are scripted and not counted; filter, buffer, controller,
-statistics and what the producer does around them are real. One JSON line per part and one for the sum, whose goal
-is 1% of a step of 200 ms. Lower quartiles over steps, so that the machine's other work counts little; device work is waited
-for at the end of a step and booked there.
+a step takes about eight rounds. Sampler and verifiers are scripted; filter, buffer, controller, statistics and what
+the producer does around them are real. One JSON line per part and one for the sum, whose goal is 1% of a step of
+200 ms. Lower quartiles over steps, so that the machine's other work counts little; device work is waited for at the
+end of a step and booked on the buffer.
 """
 
 import argparse

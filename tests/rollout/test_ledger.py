@@ -84,7 +84,7 @@ def test_check_finds_what_does_not_balance(break_it):
     ledger = ledger_with(2)
     ledger.check()
     break_it(ledger)
-    with pytest.raises(AssertionError, match="does not balance.*'dispatched': 2"):
+    with pytest.raises(AssertionError, match=r"does not balance.*'dispatched': 2"):
         ledger.check()
 
 

@@ -55,7 +55,8 @@ class RolloutStatistics:
         count_N = live_NG.sum(1)
         sums_N = [np.where(live_NG, x, 0).sum(1) for x in (score_NG, metric_NG, length_NG)]
         for population, rows in (("all", slice(None)), ("kept", kept_N), ("first_attempt", first_N)):
-            self._add(population, *(x[rows].sum(dtype=np.float64) for x in sums_N), count_N[rows].sum())
+            score, metric, length = (x[rows].sum(dtype=np.float64) for x in sums_N)
+            self._add(population, score, metric, length, count_N[rows].sum())
         truncated_NG = live_NG & (np.stack([j.finish for j in groups]) == Finish.LENGTH)
         self._sums.add("length/truncated_frac", truncated_NG.sum(), count_N.sum())
         for status, count in enumerate(np.bincount(np.stack([j.status for j in groups]).ravel()).tolist()):

@@ -6,9 +6,11 @@ Verdicts are a function of a ticket's identity, as they are in a run whose noise
 import json
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from dynrl.config import from_mapping
+from dynrl.config import RunConfig, from_mapping
 from dynrl.rollout.controller import ControllerState, apply, initial_state
 from dynrl.rollout.events import (
     Dispatch,
@@ -23,6 +25,7 @@ from dynrl.rollout.events import (
     Train,
     Warn,
 )
+from dynrl.rollout.ledger import Ticket
 from dynrl.types import Verdict
 
 
@@ -63,11 +66,11 @@ class Simulation:
       visit_period: tasks come again after as many draws.
     """
 
-    config: object
-    verdict: object
+    config: RunConfig
+    verdict: Callable[[Ticket], Verdict]
     num_tasks: int | None = None
     seed: int | None = 0
-    hook: object = None
+    hook: Callable[[Any], None] | None = None
     visit_period: int = 50
     state: ControllerState = field(init=False)
     queue: deque = field(default_factory=deque)
@@ -85,10 +88,10 @@ class Simulation:
     trains: list = field(default_factory=list)
     warnings: list = field(default_factory=list)
     freed: list = field(default_factory=list)
-    stop: Stop | None = None
+    stop: Any = None  # the Stop, at the end
 
     def __post_init__(self):
-        self.state = initial_state(self.config)  # type: ignore[arg-type]
+        self.state = initial_state(self.config)
 
     @property
     def version(self):
@@ -140,7 +143,8 @@ class Simulation:
         match command:
             case Draw(num):
                 left = num if self.num_tasks is None else min(num, self.num_tasks - self.drawn)
-                draws = tuple(divmod(self.drawn + i, self.visit_period)[::-1] for i in range(left))
+                period, drawn = self.visit_period, range(self.drawn, self.drawn + left)
+                draws = tuple((n % period, n // period) for n in drawn)
                 self.drawn += left
                 if left:
                     self.num_dispatched += left
@@ -172,7 +176,7 @@ class Simulation:
         self.rounds_of_step += 1
 
     def _check_train(self, tickets, note):
-        size = self.config.num_prompts_per_step  # type: ignore[attr-defined]
+        size = self.config.num_prompts_per_step
         assert set(tickets) <= self.ready
         assert list(tickets) == sorted(set(tickets))  # distinct, in dispatch order
         assert len(tickets) == size or (0 < len(tickets) < size and note.startswith("short step: "))
@@ -192,7 +196,7 @@ class Simulation:
         for number, kind in steps:
             if kind == "judged":
                 ticket = self.judging[number]
-                verdict = self.verdict(ticket)  # type: ignore[operator]
+                verdict = self.verdict(ticket)
                 self._apply(GroupJudged(number, verdict, "mixed" if verdict is Verdict.KEPT else "all_fail"))
             elif number in self.in_flight:
                 self._apply(GroupGenerated(number))

@@ -377,8 +377,10 @@ def test_freed_groups_leave_before_the_next_command():
     """The loop frees at once, so that a round that is drawn next finds room in the buffer."""
     state, _ = apply(initial_state(make_config(2, oversample=1.5, surplus="drop")), Resumed())
     state, _ = apply(state, TasksDrawn(tuple((i, 0) for i in range(6)), 6))
-    for i in range(6):
+    for i in range(5):
         state, commands = apply(state, GroupJudged(i, KEPT, "mixed"))
+        assert commands == []
+    state, commands = apply(state, GroupJudged(5, KEPT, "mixed"))
     assert commands == [Train((0, 1, 2, 3))]
     state, commands = apply(state, StepTrained(1))
     assert commands == [Free((4, 5)), Draw(6)]

@@ -1,5 +1,7 @@
 """The producer of rounds: dispatched groups in, events in ticket order out, exactly the kept ones stored."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -119,11 +121,16 @@ def tickets(*numbers):
     return [Ticket(n, task_id=n, visit=3, version=0, step=1, replacement_index=0) for n in numbers]
 
 
+def make_producer(parts, sampler, verifiers, run=None) -> RoundsProducer:
+    fakes: Any = (sampler, verifiers, *parts, TOKENIZER, Store())
+    return RoundsProducer(run or config(), *fakes)
+
+
 def run_round(parts, sampler, verifiers, numbers, run=None, judge=None):
     """Polls until the round is over. Returns the events and the producer."""
     default_judge, buffer = parts
     buffer.free(buffer.tickets)
-    producer = RoundsProducer(run or config(), sampler, verifiers, judge or default_judge, buffer, TOKENIZER, Store())
+    producer = make_producer((judge or default_judge, buffer), sampler, verifiers, run)
     assert not producer.busy
     producer.dispatch(tickets(*numbers))
     assert producer.busy
@@ -240,7 +247,7 @@ def test_rounds_follow_each_other(mesh1, parts):
     """Nothing of a round is left for the next one; what is stored stays stored."""
     texts = {t: (f"{t}", "0") for t in range(1, 9)}
     sampler = ScriptedSampler(mesh1, [(1, 2), (4, 3)], texts)
-    producer = RoundsProducer(config(), sampler, ScriptedVerifiers(), parts[0], parts[1], TOKENIZER, Store())
+    producer = make_producer(parts, sampler, ScriptedVerifiers())
     parts[1].free(parts[1].tickets)
     for numbers in ((1, 2), (3, 4)):
         sampler._polls = [numbers[::-1]]
@@ -261,9 +268,7 @@ def test_a_refused_prompt_names_ticket_and_task(mesh1, parts):
         def submit(self, requests):
             raise ValueError(f"request of ticket {requests[0].ticket} (task {requests[0].task_id}): too long")
 
-    producer = RoundsProducer(
-        config(), Refuses(mesh1, [], {}), ScriptedVerifiers(), parts[0], parts[1], TOKENIZER, Store()
-    )
+    producer = make_producer(parts, Refuses(mesh1, [], {}), ScriptedVerifiers())
     with pytest.raises(ValueError, match=r"ticket 5 \(task 5\)"):
         producer.dispatch(tickets(5))
     assert not producer.busy
@@ -285,9 +290,9 @@ def test_with_real_verifier_workers(mesh1, parts):
 def random_records(seed):
     rng = np.random.default_rng(seed)
     odd = np.array([0x7FC12345, 0xFFC00001, 0x80000000, 1, 0x7F800000], np.uint32).view(np.float32)
-    ints = [rng.integers(0, 5, (P, G), dtype=np.int32) for _ in range(3)]
+    status, length, finish = rng.integers(0, 5, (3, P, G), dtype=np.int32)
     keep = rng.integers(0, 2, (P, 1), dtype=np.int32)
-    return Records(rng.choice(odd, (P, G)), rng.choice(odd, (P, G)), *ints, keep)
+    return Records(rng.choice(odd, (P, G)), rng.choice(odd, (P, G)), status, length, finish, keep)
 
 
 def test_gather_takes_each_row_from_its_owner_bit_for_bit(monkeypatch):

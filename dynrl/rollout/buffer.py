@@ -170,14 +170,14 @@ class GroupBuffer:
 
     def _put_pass(self, groups: Groups, rewards_PG: np.ndarray, live_PG: np.ndarray, rows: list[int]) -> list[int]:
         """Stores what one program can, in a row's own shard where that has room. Returns the rows that are left."""
-        tickets_P = groups.tickets_P
+        tickets_P = groups.tickets_P.tolist()  # plain lists: single entries of an array cost more than the rest
         p, width = len(tickets_P), len(tickets_P) // self._shards
         free = self._free_slots()
-        slot_P, source_P = np.full(p, self.capacity, np.int32), np.full(p, -1, np.int32)
+        slot_P, source_P = [self.capacity] * p, [-1] * p
 
         def place_row(i: int, at: int) -> None:
             slot_P[at], source_P[at] = free[at // width].pop(), i
-            self._slots[int(tickets_P[i])] = int(slot_P[at])
+            self._slots[tickets_P[i]] = slot_P[at]
 
         homeless, left = [], []
         for i in rows:
@@ -186,23 +186,24 @@ class GroupBuffer:
             else:
                 homeless.append(i)
         for i in homeless:
-            at = next((j for j in np.flatnonzero(source_P < 0) if free[j // width]), None)
+            at = next((j for j in range(p) if source_P[j] < 0 and free[j // width]), None)
             if at is None:
                 left.append(i)
             else:
-                place_row(i, int(at))
-        host = sharding.place(_pack(rewards_PG, live_PG, slot_P), self._rows)
+                place_row(i, at)
+        host = sharding.place(_pack(rewards_PG, live_PG, np.array(slot_P, np.int32)), self._rows)
         if homeless:
-            source = sharding.place(source_P, self._whole)
+            source = sharding.place(np.array(source_P, np.int32), self._whole)
             self.arrays = self._put_spilled(self.arrays, groups.payload, host, source)
         else:
             self.arrays = self._put_own(self.arrays, groups.payload, host)
         return left
 
     def _free_slots(self) -> list[list[int]]:
-        used = set(self._slots.values())
-        spans = (range(s * self._per_shard, (s + 1) * self._per_shard) for s in range(self._shards))
-        return [[slot for slot in reversed(span) if slot not in used] for span in spans]
+        free = np.ones(self.capacity, bool)
+        free[list(self._slots.values())] = False
+        first = range(0, self.capacity, self._per_shard)
+        return [(np.flatnonzero(free[i : i + self._per_shard])[::-1] + i).tolist() for i in first]
 
     def take(self, tickets: Sequence[int]) -> TrainBatch:
         """The batch of these groups, in this order, balanced over the shards; fewer than B give filler rows.

@@ -14,6 +14,8 @@ from dynrl.config import DynamicSamplingConfig
 from dynrl.core import GroupStats, group_advantages, group_stats, has_signal, make_filter
 from dynrl.types import Array, Verdict
 
+_PATTERNS = ("mixed", "all_pass", "all_fail", "uniform")
+
 
 class Judged(NamedTuple):
     """Verdicts and statistics of P groups, NumPy [P] each; rows that are not valid hold anything."""
@@ -91,12 +93,9 @@ class Judge:
             Verdict.FAILED if failed else Verdict.KEPT if keep else Verdict.FILTERED
             for failed, keep in zip(failed_P.tolist(), keep_P.tolist(), strict=True)
         ]
-        patterns = np.where(
-            signal_P,
-            "mixed",
-            np.where(stats.min > 0, "all_pass", np.where(stats.max <= 0, "all_fail", "uniform")),
-        )
-        return Judged(verdicts, patterns.tolist(), stats)
+        uniform_P = np.where(stats.min > 0, 1, np.where(stats.max <= 0, 2, 3))
+        patterns = [_PATTERNS[i] for i in np.where(signal_P, 0, uniform_P).tolist()]
+        return Judged(verdicts, patterns, stats)
 
     def warm_up(self, num_groups: int, num_samples: int) -> None:
         """Compiles."""

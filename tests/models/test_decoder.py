@@ -208,9 +208,7 @@ def test_chunks_of_logits_change_nothing():
     params, payload = random_params(c), make_payload([5, 2, 1], 3, 5, 4)
     weights = make_weights(payload)
     # 36 tokens: chunks of 7 do not divide them.
-    assert_close(
-        shared(params, payload, weights, 1.0, c=c, chunk=7), shared(params, payload, weights, 1.0, c=c), 1e-5
-    )
+    assert_close(shared(params, payload, weights, 1.0, c=c, chunk=7), shared(params, payload, weights, 1.0, c=c), 1e-5)
 
 
 @pytest.mark.parametrize(("scan", "remat"), [(True, "none"), (True, "full"), (True, "dots"), (False, "full")])

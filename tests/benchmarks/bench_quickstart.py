@@ -39,8 +39,9 @@ def read(workdir: Path) -> tuple[list[dict], list[dict]]:
     return rows, [r for r in rows if r.get("eval/main/pass_at_1") is not None]
 
 
-def reach(rows: list[dict], evaluated: list[dict], target: float) -> dict[str, float | None]:
+def reach(results: tuple[list[dict], list[dict]], target: float) -> dict[str, float | None]:
     """Steps, generated tokens and step seconds until the first evaluation at the target."""
+    rows, evaluated = results
     hit = next((r for r in evaluated if r["run/step"] and r["eval/main/pass_at_1"] >= target), None)
     if hit is None:
         return {"steps": None, "tokens": None, "secs": None}
@@ -72,7 +73,7 @@ def main() -> None:
             print(json.dumps(line | {"recompiles": rows[-1]["run/recompiles"]}), flush=True)
         target = results["grpo"][1][-1]["eval/main/pass_at_1"]
         for arm in ARMS:
-            found = reach(*results[arm], target)
+            found = reach(results[arm], target)
             reached[arm].append(found)
             print(json.dumps({"name": f"to_grpo_accuracy_{arm}_seed{seed}", "target": target, **found}), flush=True)
     for arm in ARMS:

@@ -453,7 +453,7 @@ def test_the_initial_weights_are_the_same_on_every_mesh(mesh1, mesh222):
 
 def lrs(num_steps, **overrides):
     schedule = learning_rate(TrainConfig(learning_rate=1.0, **overrides), num_steps)
-    return [round(float(schedule(i)), 6) for i in range(num_steps)]
+    return [round(float(np.asarray(schedule(i))), 6) for i in range(num_steps)]
 
 
 def test_learning_rates():

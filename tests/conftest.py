@@ -19,8 +19,9 @@ jax.config.update("jax_platforms", "cpu")  # jax has read the environment by now
 os.environ["DYNRL_CACHE"] = tempfile.mkdtemp(prefix="dynrl_test_cache_")
 
 import pytest
+from tiny import tiny_mapping
 
-from dynrl.config import MeshConfig, RunConfig, from_mapping, to_mapping
+from dynrl.config import MeshConfig, from_mapping
 from dynrl.models.sharding import make_mesh
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -42,30 +43,6 @@ def mesh8():
 def mesh222():
     """Two devices on each axis."""
     return make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices())
-
-
-def tiny_mapping(**overrides):
-    """A run of seconds: the quickstart's task, shrunk. Overrides are dotted keys with __ for the dot."""
-    mapping = to_mapping(RunConfig())
-    mapping |= {"num_steps": 3, "num_prompts_per_step": 8, "num_generations_per_prompt": 4, "progress": "none"}
-    mapping["model"] |= {"width": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_width": 32}
-    mapping["tasks"] |= {
-        "source_kwargs": {"min_length": 2, "max_length": 4, "num_symbols": 10},
-        "num_tasks": 500,
-        "max_prompt_tokens": 5,
-    }
-    mapping["sampler"] |= {"num_slots": 32, "max_completion_tokens": 6, "chunk_steps": 3}
-    mapping["evaluation"] |= {"num_tasks": 40, "every_steps": 0}
-    mapping["warm_start"] |= {"num_steps": 60, "batch_size": 64}
-    mapping["checkpoint"] |= {"every_steps": 2}
-    for key, value in overrides.items():
-        group = mapping
-        *parents, leaf = key.split("__")
-        for name in parents:
-            group = group[name]
-        assert leaf in group, key
-        group[leaf] = value
-    return mapping
 
 
 @pytest.fixture(scope="session")

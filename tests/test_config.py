@@ -1,8 +1,8 @@
 import dataclasses
 
 import pytest
-from conftest import tiny_mapping
 from ml_collections import ConfigDict
+from tiny import tiny_mapping
 
 from dynrl.config import ConfigError, RunConfig, changed_keys, from_mapping, known_keys, to_mapping
 

@@ -1,6 +1,7 @@
 """The decoder against a NumPy float64 decoder written anew, and every shortcut against the plain forward pass."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from dynrl.models.policy import cast_floats, completion_logprobs, decode_step, l
 from dynrl.types import Payload
 
 VOCAB = 11
-BASE = {"num_layers": 2, "width": 12, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "mlp_width": 20}
+BASE: dict[str, Any] = {"num_layers": 2, "width": 12, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "mlp_width": 20}
 # Every switch on and off, and all three kinds of head sharing, without the full product.
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"num_kv_heads": 4},
     "qwen2": {"num_kv_heads": 2, "qkv_bias": True, "rope_base": 100.0, "tie_embeddings": False},
     "qwen3": {"num_kv_heads": 1, "qk_norm": True, "norm_eps": 1e-2},

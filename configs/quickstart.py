@@ -25,20 +25,25 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.num_layers = 2
     c.model.width = 64
     c.model.num_heads = 4
-    c.model.num_kv_heads = 4
+    c.model.num_kv_heads = 1
     c.model.head_dim = 16
     c.model.mlp_width = 256
-    c.model.gated_mlp = False
-    c.model.activation = "relu"
 
     c.tasks.source = "digit_sorting"
     c.tasks.source_kwargs = {"min_length": 3, "max_length": 11}
     c.tasks.max_prompt_tokens = 12
     c.sampler.max_completion_tokens = 12
-    c.sampler.num_slots = 128
+    c.sampler.num_slots = 512  # a whole round at once
     c.evaluation.num_tasks = 1024
-    c.warm_start.num_steps = 200
+    c.evaluation.every_steps = 10
+    c.evaluation.temperature = 1.0  # as in training: what the rewards improve
+    c.warm_start.num_steps = 120
+    c.warm_start.learning_rate = 2e-3
 
     c.dynamic_sampling.enable = algorithm == "dapo"
-    c.train.learning_rate = 3e-4
+    c.dynamic_sampling.refill = "full"  # the decoder's rows would be idle otherwise; what is left over is carried
+    c.train.learning_rate = 6e-4
+    c.train.lr_schedule = "linear"
+    c.train.warmup_steps = 10
+    c.train.num_microbatches = 4  # activations that fit the caches of a CPU
     return c

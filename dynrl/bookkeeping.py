@@ -95,6 +95,8 @@ class Bookkeeper:
 
     def save(self) -> None:
         """Writes a checkpoint of everything, in the background."""
+        if self._checkpointer.latest == self._controller.step:
+            return  # the run ends where a checkpoint fell due
         p, pending = self._parts, self.pending()
         document = {
             "config": to_mapping(p.config),
@@ -117,6 +119,11 @@ class Bookkeeper:
         p = self._parts
         document = self._checkpointer.restore_document(step)
         check_same_config(document["config"], p.config)
+        if document["buffer"]["capacity"] != p.buffer.capacity:  # follows the mesh, which follows the devices
+            raise ConfigError(
+                f"config.mesh: the run's group buffer has {document['buffer']['capacity']} slots, on this mesh of "
+                f"{dict(p.mesh.shape)} it would have {p.buffer.capacity}: resume on as many devices as before"
+            )
         arrays = self._checkpointer.restore_arrays(step, {"state": p.state, "buffer": p.buffer.arrays})
         p.state = TrainState(*arrays["state"])
         p.buffer.load_state_dict(document["buffer"], arrays["buffer"])

@@ -15,7 +15,7 @@ from dynrl.models import sharding
 from dynrl.models.tokenizer import CharTokenizer, Tokenizer
 from dynrl.rollout.buffer import GroupBuffer
 from dynrl.rollout.judge import Judge
-from dynrl.rollout.rounds import RoundsProducer
+from dynrl.rollout.rounds import RoundsProducer, warm_up_gather
 from dynrl.rollout.schedules import Rounds
 from dynrl.rollout.statistics import RolloutStatistics
 from dynrl.sampling.lockstep import LockstepSampler
@@ -208,7 +208,11 @@ def warm_up(parts: Parts) -> None:
     parts.eval_sampler.warm_up()
     batch = parts.buffer.warm_up(parts.sampler.warm_up())
     g = parts.config.num_generations_per_prompt
-    parts.judge.warm_up(parts.config.sampler.num_slots // g, g)
+    num_slots = parts.config.sampler.num_slots
+    parts.judge.warm_up(num_slots // g, g)
+    for num_samples in (g, 1):  # training, evaluation
+        warm_up_gather(num_slots // num_samples, num_samples)
+    sharding.any_process(False)
     parts.state, metrics = parts.train_step(parts.state, batch)
     jax.tree.map(np.asarray, metrics)
 

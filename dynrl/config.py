@@ -105,7 +105,7 @@ class DynamicSamplingConfig:
     filter: str = "has_signal"  # a built-in name, or package.module:function
     filter_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_num_gen_batches: NonNegativeInt = 10  # rounds per step; 0 = no cap
-    max_replacements_per_slot: PositiveInt = 32  # consecutive rounds that may keep nothing, whatever the cap on rounds
+    max_replacements_per_slot: PositiveInt = 32  # B times as many groups in a row may carry no signal, at any cap
     on_exhausted: Literal["raise", "short"] = "raise"
     max_consecutive_empty_steps: NonNegativeInt = 3  # on_exhausted = "short": steps that may end with no group at all
     on_data_end: Literal["short", "stop"] = "short"
@@ -314,9 +314,10 @@ def validate(config: RunConfig) -> None:
     b, g, ds = config.num_prompts_per_step, config.num_generations_per_prompt, config.dynamic_sampling
     require(ds.oversample >= 1, "dynamic_sampling.oversample", "must be at least 1: fewer groups cannot fill a step")
     require(
-        not ds.enable or g > 1 or ds.filter in ("mixed_sign", "keep_all"),
+        not ds.enable or g > 1,
         "num_generations_per_prompt",
-        "leaves no group with signal while dynamic_sampling.enable is True: use at least 2",
+        f"gives loss.estimator = {config.loss.estimator!r} no baseline, so that dynamic_sampling.enable = True drops "
+        "every group: use at least 2",
     )
     require(
         config.rollout_failure.min_live_per_group <= g,

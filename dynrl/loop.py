@@ -23,6 +23,7 @@ from dynrl.build import Parts, build, describe, run_warm_start, warm_up
 from dynrl.config import RunConfig, from_mapping
 from dynrl.evaluation import evaluate
 from dynrl.metrics import JsonlWriter, MetricWriter, Row
+from dynrl.models.sharding import any_process
 from dynrl.rollout.controller import apply, initial_state
 from dynrl.rollout.events import (
     Command,
@@ -104,7 +105,8 @@ class Loop:
         self.parts, self.config = parts, parts.config
         self.controller = initial_state(parts.config)
         self.books = Bookkeeper(parts, self.controller, workdir, callbacks)
-        self._interrupted = False
+        self._interrupted = False  # this process
+        self._stopping = False  # any process, as all of them know
         self._training_since: float | None = None
         self._start()
         self._step_begin = time.perf_counter()
@@ -129,12 +131,14 @@ class Loop:
 
     def _warm_start(self) -> None:
         say, begin = self.books.progress.say, time.perf_counter()
-        writer = JsonlWriter(self._workdir / "warm_start.jsonl") if jax.process_index() == 0 else None
+        writers: list[JsonlWriter] = []  # opened when there is something to write: a cached warm start leaves the file
 
         def log(step: int, loss: float) -> None:
             say(f"warm start {step}/{self.config.warm_start.num_steps} loss {loss:.3f}")
-            if writer is not None:
-                writer.write(step, {"warm_start/step": step, "warm_start/loss": loss})
+            if jax.process_index() == 0:
+                if not writers:
+                    writers.append(JsonlWriter(self._workdir / "warm_start.jsonl"))
+                writers[0].write(step, {"warm_start/step": step, "warm_start/loss": loss})
 
         cached = run_warm_start(self.parts, log)
         say(f"warm start {'read from the cache' if cached else 'trained'} in {time.perf_counter() - begin:.1f} s")
@@ -195,6 +199,7 @@ class Loop:
 
     def _train_step(self, tickets: tuple[int, ...]) -> list[Command]:
         """Buffer -> batch -> train step -> weights to the sampler -> row, evaluation, checkpoint."""
+        self._await_weights()  # a step that surplus fills follows the step before at once
         parts, step, version = self.parts, self.controller.step, self.controller.version
         surplus = self.controller.ledger.levels[Phase.READY] - len(tickets)
         num_rounds = self.controller.schedule.num_rounds
@@ -214,7 +219,8 @@ class Loop:
         self._check_faults()
         if (step + 1) % self.config.checkpoint.every_steps == 0:
             self.books.save()
-        return self._advance(StopRequested("interrupted")) if self._interrupted else commands
+        self._stopping = any_process(self._interrupted)
+        return self._advance(StopRequested("interrupted")) if self._stopping else commands
 
     def _await_weights(self) -> None:
         """Waits for the train step, which the sampler would wait for anyway, to know what each phase takes."""
@@ -269,7 +275,7 @@ class Loop:
             errors = "".join(f"\nverifier: {e}" for e in self.parts.verifiers.errors()[-3:])
             raise RunError(reason + errors)
         pending = self.books.pending()
-        if pending is not None and "eval/main/pass_at_1" not in pending and not self._interrupted:
+        if pending is not None and "eval/main/pass_at_1" not in pending and not self._stopping:
             self.books.amend(self._evaluate())
         self.books.save()
         self.books.flush()

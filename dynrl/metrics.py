@@ -131,13 +131,13 @@ class JsonlWriter:
 
     def __init__(self, path: epath.Path, offset: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = b""
-        if offset:
-            kept = path.read_bytes() if path.exists() else b""
-            if len(kept) < offset:
-                raise ValueError(f"{path} holds {len(kept)} bytes, its checkpoint {offset}: the file was changed")
-        if len(kept) != offset or not path.exists():
-            path.write_bytes(kept[:offset])
+        content = path.read_bytes() if path.exists() else b""
+        if len(content) < offset:
+            raise ValueError(f"{path} holds {len(content)} bytes, its checkpoint {offset}: the file was changed")
+        if len(content) != offset or not path.exists():
+            cut = path.with_name(path.name + ".cut")  # a kill in between leaves either file whole
+            cut.write_bytes(content[:offset])
+            cut.replace(path)
         self.path, self.offset = path, offset
 
     def write(self, step: int, row: Row) -> None:

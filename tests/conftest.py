@@ -69,7 +69,7 @@ def tiny_mapping(**overrides):
     return mapping
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_config():
     """A function that makes a tiny RunConfig from overrides."""
     return lambda **overrides: from_mapping(tiny_mapping(**overrides))

@@ -29,7 +29,10 @@ WRONG = [
     ({"schedule": {"name": "windowed"}}, r"config\.schedule\.name: 'windowed' is not a schedule"),
     ({"dynamic_sampling": {"oversample": 0.5}}, r"config\.dynamic_sampling\.oversample: 0\.5 must be at least 1"),
     ({"dynamic_sampling": {"filter_kwargs": 1}}, r"config\.dynamic_sampling\.filter_kwargs: expected a mapping, got 1"),
-    ({"num_generations_per_prompt": 1}, r"config\.num_generations_per_prompt: 1 leaves no group with signal"),
+    (
+        {"num_generations_per_prompt": 1},
+        r"config\.num_generations_per_prompt: 1 gives loss.estimator = 'grpo' no baseline",
+    ),
     ({"rollout_failure": {"min_live_per_group": 9}}, r"min_live_per_group: 9 exceeds num_generations_per_prompt = 8"),
     ({"train": {"num_minibatches": 3}}, r"config\.num_prompts_per_step: 64 is no multiple of train\.num_minibatches"),
     ({"sampler": {"num_slots": 100}}, r"config\.sampler\.num_slots: 100 is no multiple of num_generations_per_prompt"),

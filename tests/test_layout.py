@@ -32,7 +32,7 @@ ALLOWED = {
     "evaluation": {"rollout", "tasks", "models", "metrics", "types", "config"},
     "build": {"rollout", "sampling", "models", "tasks", "training", "compile_counter", "config", "types"},
     "bookkeeping": {"build", "rollout", "training", "metrics", "progress", "config"},
-    "loop": {"build", "bookkeeping", "evaluation", "rollout", "metrics", "config", "types"},
+    "loop": {"build", "bookkeeping", "evaluation", "rollout", "models.sharding", "metrics", "config", "types"},
     "__init__": {"loop", "core", "models", "rollout", "sampling", "tasks", "training"},
 }
 # Plain Python, so that the controller can be simulated and verifier workers start without JAX.

@@ -115,3 +115,12 @@ def owned_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
     for (start, stop), process in owner_of.items():
         owned[start:stop] = process == jax.process_index()
     return owned
+
+
+def any_process(flag: bool) -> bool:
+    """Whether the flag is set on any process, the same answer on all (law 4). Every process must call it."""
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))

@@ -55,6 +55,19 @@ def _store(buffer: Stored, rows: Stored, slot: Array) -> Stored:
     return scatter_rows(buffer, jnp.where((local >= 0) & (local < capacity), local, capacity), rows)
 
 
+def _pack(rewards_PG: np.ndarray, live_PG: np.ndarray, slot_P: np.ndarray) -> np.ndarray:
+    """What the host adds to a payload, as one int32 array [P, 2 G + 1]: each array that is placed costs its time."""
+    bits_PG = np.ascontiguousarray(rewards_PG, np.float32).view(np.int32)
+    return np.concatenate([bits_PG, live_PG.astype(np.int32), slot_P[:, None]], axis=1)
+
+
+def _unpack(payload: Payload, host: Array) -> tuple[Stored, Array]:
+    """Rows to store, and their slots."""
+    g = (host.shape[1] - 1) // 2
+    rewards = jax.lax.bitcast_convert_type(host[:, :g], jnp.float32)
+    return Stored(payload, rewards, host[:, g:-1] > 0), host[:, -1]
+
+
 class GroupBuffer:
     """Kept groups by ticket.
 
@@ -102,10 +115,12 @@ class GroupBuffer:
         rows, whole = PartitionSpec(sharding.ROWS), PartitionSpec()
         smap = partial(jax.shard_map, mesh=self._mesh)
 
-        def put_own(buffer: Stored, new: Stored, slot: Array) -> Stored:
+        def put_own(buffer: Stored, payload: Payload, host: Array) -> Stored:
+            new, slot = _unpack(payload, host)
             return _store(buffer, new, slot)
 
-        def put_spilled(buffer: Stored, new: Stored, slot: Array, source: Array) -> Stored:
+        def put_spilled(buffer: Stored, payload: Payload, host: Array, source: Array) -> Stored:
+            new, slot = _unpack(payload, host)
             return _store(buffer, _exchange(new, source), slot)
 
         put = smap(put_own, in_specs=(rows, rows, rows), out_specs=rows)
@@ -140,28 +155,29 @@ class GroupBuffer:
         Raises:
           ValueError: when they do not fit, or a ticket is stored already; nothing is stored then.
         """
-        kept = [int(i) for i in np.flatnonzero(keep_P)]
+        kept = np.flatnonzero(keep_P)
         if len(kept) > self.capacity - len(self._slots):
             free = self.capacity - len(self._slots)
             raise ValueError(f"{len(kept)} groups do not fit into the {free} free of {self.capacity} slots")
-        for i in kept:
-            if int(groups.tickets_P[i]) in self._slots:
-                raise ValueError(f"ticket {groups.tickets_P[i]} is in the buffer already")
-        new = Stored(groups.payload, sharding.place(rewards_PG, self._rows), sharding.place(live_PG, self._rows))
-        left = kept
+        tickets = groups.tickets_P[kept].tolist()
+        for i, ticket in enumerate(tickets):
+            if ticket in self._slots or ticket in tickets[:i]:
+                raise ValueError(f"ticket {ticket} is in the buffer already")
+        left = kept.tolist()
         while left:
-            left = self._put_pass(new, groups.tickets_P, left)
-        self._records.update({int(groups.tickets_P[i]): records[int(groups.tickets_P[i])] for i in kept})
+            left = self._put_pass(groups, rewards_PG, live_PG, left)
+        self._records.update({ticket: records[ticket] for ticket in tickets})
 
-    def _put_pass(self, new: Stored, tickets_P: np.ndarray, rows: list[int]) -> list[int]:
+    def _put_pass(self, groups: Groups, rewards_PG: np.ndarray, live_PG: np.ndarray, rows: list[int]) -> list[int]:
         """Stores what one program can, in a row's own shard where that has room. Returns the rows that are left."""
+        tickets_P = groups.tickets_P.tolist()  # plain lists: single entries of an array cost more than the rest
         p, width = len(tickets_P), len(tickets_P) // self._shards
         free = self._free_slots()
-        slot_P, source_P = np.full(p, self.capacity, np.int32), np.full(p, -1, np.int32)
+        slot_P, source_P = [self.capacity] * p, [-1] * p
 
         def place_row(i: int, at: int) -> None:
             slot_P[at], source_P[at] = free[at // width].pop(), i
-            self._slots[int(tickets_P[i])] = int(slot_P[at])
+            self._slots[tickets_P[i]] = slot_P[at]
 
         homeless, left = [], []
         for i in rows:
@@ -170,22 +186,24 @@ class GroupBuffer:
             else:
                 homeless.append(i)
         for i in homeless:
-            at = next((j for j in np.flatnonzero(source_P < 0) if free[j // width]), None)
+            at = next((j for j in range(p) if source_P[j] < 0 and free[j // width]), None)
             if at is None:
                 left.append(i)
             else:
-                place_row(i, int(at))
-        slot = sharding.place(slot_P, self._rows)
+                place_row(i, at)
+        host = sharding.place(_pack(rewards_PG, live_PG, np.array(slot_P, np.int32)), self._rows)
         if homeless:
-            self.arrays = self._put_spilled(self.arrays, new, slot, sharding.place(source_P, self._whole))
+            source = sharding.place(np.array(source_P, np.int32), self._whole)
+            self.arrays = self._put_spilled(self.arrays, groups.payload, host, source)
         else:
-            self.arrays = self._put_own(self.arrays, new, slot)
+            self.arrays = self._put_own(self.arrays, groups.payload, host)
         return left
 
     def _free_slots(self) -> list[list[int]]:
-        used = set(self._slots.values())
-        spans = (range(s * self._per_shard, (s + 1) * self._per_shard) for s in range(self._shards))
-        return [[slot for slot in reversed(span) if slot not in used] for span in spans]
+        free = np.ones(self.capacity, bool)
+        free[list(self._slots.values())] = False
+        first = range(0, self.capacity, self._per_shard)
+        return [(np.flatnonzero(free[i : i + self._per_shard])[::-1] + i).tolist() for i in first]
 
     def take(self, tickets: Sequence[int]) -> TrainBatch:
         """The batch of these groups, in this order, balanced over the shards; fewer than B give filler rows.
@@ -209,13 +227,13 @@ class GroupBuffer:
         """Compiles everything: stores nothing of `groups`, and returns a batch of filler rows."""
         p = len(groups.tickets_P)
         g = self.arrays.rewards.shape[1]
-        rewards, live = np.zeros((p, g), np.float32), np.zeros((p, g), bool)
-        new = Stored(groups.payload, sharding.place(rewards, self._rows), sharding.place(live, self._rows))
-        slot = sharding.place(np.full(p, self.capacity, np.int32), self._rows)
-        self.arrays = self._put_own(self.arrays, new, slot)
+        nowhere = np.full(p, self.capacity, np.int32)
+        packed = _pack(np.zeros((p, g), np.float32), np.zeros((p, g), bool), nowhere)
+        host = sharding.place(packed, self._rows)
+        self.arrays = self._put_own(self.arrays, groups.payload, host)
         if self._shards > 1:  # a single shard never spills
             source = sharding.place(np.full(p, -1, np.int32), self._whole)
-            self.arrays = self._put_spilled(self.arrays, new, slot, source)
+            self.arrays = self._put_spilled(self.arrays, groups.payload, host, source)
         return self.take([])
 
     def state_dict(self) -> dict[str, Any]:

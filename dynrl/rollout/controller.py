@@ -28,7 +28,7 @@ from dynrl.rollout.events import (
     Warn,
 )
 from dynrl.rollout.ledger import Dropped, Ledger, Phase
-from dynrl.rollout.schedules import Schedule, make_schedule
+from dynrl.rollout.schedules import Exhausted, Schedule, make_schedule
 from dynrl.types import Verdict
 
 
@@ -134,6 +134,8 @@ def _resumed(state: ControllerState) -> list[Command]:
 def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:
     if state.awaiting != "draw":
         raise ValueError(f"{len(event.draws)} tasks were drawn, but no Draw is outstanding")
+    if len(event.draws) > event.requested:
+        raise ValueError(f"{len(event.draws)} tasks were drawn, {event.requested} asked for")
     state.awaiting = ""
     state.data_ended |= len(event.draws) < event.requested
     if not event.draws:
@@ -233,16 +235,14 @@ def _end_of_data(state: ControllerState) -> list[Command]:
     return [*_drop(state, ready, Dropped.SURPLUS), *_stop(state, why)]
 
 
-def _end_of_budget(state: ControllerState, why: str) -> list[Command]:
+def _end_of_budget(state: ControllerState, exhausted: Exhausted) -> list[Command]:
     config = state.config.dynamic_sampling
     ready = [t.ticket for t in state.ledger.ready()]
-    have = f"step {state.step} has {len(ready)} of {state.batch_size} groups: {why}; {_counts(state)}"
+    have = f"step {state.step} has {len(ready)} of {state.batch_size} groups: {exhausted.why}; {_counts(state)}"
     if config.on_exhausted == "raise":
-        advice = (
-            "dynamic_sampling.on_exhausted = 'short' trains on what was kept; dynamic_sampling.max_num_gen_batches = 0 "
-            "lifts the cap on rounds; easier or harder tasks, as the counts say, raise the share that is kept"
-        )
-        return _stop(state, f"{have}. {advice}", failed=True)
+        short = "dynamic_sampling.on_exhausted = 'short' trains on what was kept; " if ready else ""
+        tasks = "easier or harder tasks, as the counts say, raise the share that is kept"
+        return _stop(state, f"{have}. {short}{exhausted.advice}; {tasks}", failed=True)
     if ready:
         return _train(state, ready, f"short step: {have}")
     state.empty_steps += 1

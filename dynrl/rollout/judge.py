@@ -7,11 +7,14 @@ filter on the host sees only the groups that its process owns; its mask is gathe
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dynrl.config import DynamicSamplingConfig
 from dynrl.core import GroupStats, group_advantages, group_stats, has_signal, make_filter
 from dynrl.types import Array, Verdict
+
+_PATTERNS = ("mixed", "all_pass", "all_fail", "uniform")
 
 
 class Judged(NamedTuple):
@@ -40,14 +43,25 @@ class Judge:
         self.filter = make_filter(name, **kwargs)
         self._min_live = min_live
 
-        def program(rewards_PG: Array, live_PG: Array, trainable_PG: Array) -> tuple[Array, Array, Array, GroupStats]:
+        def program(rewards_PG: Array, live_PG: Array, trainable_PG: Array) -> Array:
             stats = group_stats(rewards_PG, live_PG)
             filter_P = stats.count >= 0 if self.filter.on_host else self.filter(stats, rewards_PG, live_PG)
             advantages_PG = group_advantages(rewards_PG, live_PG, estimator=estimator)
             teaches_P = ((advantages_PG != 0) & live_PG & trainable_PG).any(1)
-            return filter_P, teaches_P | (not config.enable), has_signal(stats), stats
+            # One array, one transfer; a count below 2**24 is exact in float32.
+            columns = (filter_P, teaches_P | (not config.enable), has_signal(stats), *stats)
+            return jnp.stack([column.astype(jnp.float32) for column in columns])
 
-        self._program = jax.jit(program)
+        self._jitted = jax.jit(program)
+
+    def _program(
+        self, rewards_PG: np.ndarray, live_PG: np.ndarray, trainable_PG: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, GroupStats]:
+        """Whether the filter keeps, whether there is something to train, whether there is signal; statistics."""
+        columns = np.asarray(self._jitted(rewards_PG, live_PG, trainable_PG))
+        flags, stats = columns[:3] > 0, GroupStats(*columns[3:])
+        counts = {name: getattr(stats, name).astype(np.int32) for name in ("count", "positives")}
+        return flags[0], flags[1], flags[2], stats._replace(**counts)
 
     def host_mask(self, rewards_PG: np.ndarray, live_PG: np.ndarray, rows_P: np.ndarray) -> np.ndarray:
         """The host filter's mask for the groups in `rows_P`, False elsewhere; all True without a host filter."""
@@ -57,7 +71,7 @@ class Judge:
         index = np.flatnonzero(rows_P)
         if len(index):
             rewards, live = rewards_PG[index], live_PG[index]
-            stats = jax.tree.map(lambda x: np.asarray(x)[index], self._program(rewards_PG, live_PG, live_PG)[3])
+            stats = GroupStats(*(x[index] for x in self._program(rewards_PG, live_PG, live_PG)[3]))
             keep_P[index] = self.filter(stats, rewards, live)
         return keep_P
 
@@ -72,22 +86,18 @@ class Judge:
           trainable_PG: bool, rollouts whose tokens the loss does not mask.
           host_keep_P: the gathered mask of a host filter, or all True.
         """
-        program = self._program(rewards_PG, live_PG, trainable_PG)
-        filter_P, teaches_P, signal_P, stats = jax.tree.map(np.asarray, program)
+        filter_P, teaches_P, signal_P, stats = self._program(rewards_PG, live_PG, trainable_PG)
         keep_P = filter_P & host_keep_P & teaches_P
         failed_P = stats.count < self._min_live
         verdicts = [
             Verdict.FAILED if failed else Verdict.KEPT if keep else Verdict.FILTERED
-            for failed, keep in zip(failed_P, keep_P, strict=True)
+            for failed, keep in zip(failed_P.tolist(), keep_P.tolist(), strict=True)
         ]
-        patterns = np.where(
-            signal_P,
-            "mixed",
-            np.where(stats.min > 0, "all_pass", np.where(stats.max <= 0, "all_fail", "uniform")),
-        )
-        return Judged(verdicts, [str(p) for p in patterns], stats)
+        uniform_P = np.where(stats.min > 0, 1, np.where(stats.max <= 0, 2, 3))
+        patterns = [_PATTERNS[i] for i in np.where(signal_P, 0, uniform_P).tolist()]
+        return Judged(verdicts, patterns, stats)
 
     def warm_up(self, num_groups: int, num_samples: int) -> None:
         """Compiles."""
         shape = (num_groups, num_samples)
-        jax.block_until_ready(self._program(np.zeros(shape, np.float32), *(np.zeros(shape, bool),) * 2))
+        self._program(np.zeros(shape, np.float32), *(np.zeros(shape, bool),) * 2)

@@ -21,6 +21,9 @@ class Phase(enum.StrEnum):
     READY = "ready"
 
 
+_ORDER = {phase: i for i, phase in enumerate(Phase)}
+
+
 class Dropped(enum.StrEnum):
     """Why a ticket ended without being trained or failing."""
 
@@ -81,8 +84,7 @@ class Ledger:
     def move(self, number: int, phase: Phase) -> None:
         """Moves an open ticket to a later phase. Raises ValueError for one that is not open or not before it."""
         ticket = self._get(number)
-        order = list(Phase)
-        if order.index(phase) <= order.index(ticket.phase):
+        if _ORDER[phase] <= _ORDER[ticket.phase]:
             raise ValueError(f"ticket {number} is {ticket.phase}: it cannot become {phase}")
         self.levels[ticket.phase] -= 1
         self.levels[phase] += 1

@@ -6,9 +6,9 @@ the records of all processes are gathered and every process takes the same event
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +25,8 @@ from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import Finish, Groups, Purpose, Request, Sampler, SamplingParams, Scores, Status, Task, Verdict
 
 STATUSES = tuple(Status)
+_STATUS_INDEX = {status: i for i, status in enumerate(STATUSES)}
+_LIVE_STATUS = np.array([status.live for status in STATUSES])
 
 
 class Records(NamedTuple):
@@ -40,7 +42,7 @@ class Records(NamedTuple):
     @property
     def live(self) -> np.ndarray:
         """Bool [P, G]."""
-        return np.isin(self.status, [i for i, s in enumerate(STATUSES) if s.live])
+        return _LIVE_STATUS[self.status]
 
 
 @dataclass(frozen=True)
@@ -65,35 +67,51 @@ def gather(records: Records, owned_P: np.ndarray) -> Records:
         return records
     from jax.experimental import multihost_utils
 
-    def own(x: np.ndarray) -> np.ndarray:
-        bits = x.view(np.int32) if x.dtype == np.float32 else x.astype(np.int32)
-        return np.where(owned_P[:, None], bits, 0)
+    bits = [x.view(np.int32) if x.dtype == np.float32 else x.astype(np.int32) for x in records]
+    own = np.where(owned_P[:, None], np.concatenate(bits, axis=1), 0)
+    total = np.asarray(multihost_utils.process_allgather(own)).sum(axis=0, dtype=np.int32)
+    columns = np.split(total, np.cumsum([x.shape[1] for x in bits])[:-1], axis=1)
+    columns = [np.ascontiguousarray(x) for x in columns]
+    return Records(*(c.view(np.float32) if r.dtype == np.float32 else c for c, r in zip(columns, records, strict=True)))
 
-    summed = multihost_utils.process_allgather(tuple(own(x) for x in records))
-    total = [np.asarray(x).sum(axis=0, dtype=np.int32) for x in summed]
-    return Records(*(t.view(np.float32) if r.dtype == np.float32 else t for t, r in zip(total, records, strict=True)))
+
+def warm_up_gather(num_groups: int, num_samples: int) -> None:
+    """Compiles the program that `gather` runs where there are several processes."""
+    zeros = np.zeros((num_groups, num_samples), np.int32)
+    floats, ones = zeros.astype(np.float32), np.ones((num_groups, 1), np.int32)
+    gather(Records(floats, floats, zeros, zeros, zeros, ones), np.zeros(num_groups, bool))
 
 
 def submit_for_judgement(groups: Groups, tasks: dict[int, Task], tokenizer: Tokenizer, verifiers: Verifiers) -> None:
     """Decodes the finished completions that this process owns and hands them to the verifiers."""
-    for i in np.flatnonzero(groups.valid_P & groups.owned_P):
-        texts: list[str | None] = list(tokenizer.decode_batch(groups.host_tokens_PGT[i], groups.host_length_PG[i]))
-        for g in np.flatnonzero(groups.host_finish_PG[i] == Finish.FAILED):
-            texts[g] = None
-        ticket = int(groups.tickets_P[i])
-        verifiers.submit(ticket, tasks[ticket], texts)
+    mine = np.flatnonzero(groups.valid_P & groups.owned_P)
+    if not len(mine):
+        return
+    tokens_NT = groups.host_tokens_PGT[mine].reshape(-1, groups.host_tokens_PGT.shape[-1])
+    texts: list[str | None] = list(tokenizer.decode_batch(tokens_NT, groups.host_length_PG[mine].ravel()))
+    for n in np.flatnonzero(groups.host_finish_PG[mine].ravel() == Finish.FAILED).tolist():
+        texts[n] = None
+    num = len(texts) // len(mine)
+    for i, ticket in enumerate(groups.tickets_P[mine].tolist()):
+        verifiers.submit(ticket, tasks[ticket], texts[i * num : (i + 1) * num])
 
 
 def records_of(groups: Groups, scores: dict[int, Scores], metric: str) -> Records:
     """Records of one handed-over set of groups, filled where this process owns the group."""
     p, g = groups.host_length_PG.shape
     score, value = np.zeros((p, g), np.float32), np.zeros((p, g), np.float32)
-    status = np.full((p, g), STATUSES.index(Status.SAMPLER), np.int32)
-    for i in np.flatnonzero(groups.valid_P & groups.owned_P):
-        judged = scores[int(groups.tickets_P[i])]
-        score[i] = [r.score for r in judged.rewards]
-        value[i] = [metric_value(r, metric) for r in judged.rewards]
-        status[i] = [STATUSES.index(s) for s in judged.statuses]
+    status = np.full((p, g), _STATUS_INDEX[Status.SAMPLER], np.int32)
+    mine = np.flatnonzero(groups.valid_P & groups.owned_P)
+    if len(mine):
+        judged = [scores[t] for t in groups.tickets_P[mine].tolist()]
+        status[mine] = [[_STATUS_INDEX[s] for s in j.statuses] for j in judged]
+        with np.errstate(over="ignore"):  # finite for the verifier, infinite in float32
+            score[mine] = [[r.score for r in j.rewards] for j in judged]
+            value[mine] = (
+                score[mine] if metric == "score" else [[metric_value(r, metric) for r in j.rewards] for j in judged]
+            )
+        overflow = _LIVE_STATUS[status] & ~(np.isfinite(score) & np.isfinite(value))
+        status[overflow] = _STATUS_INDEX[Status.NONFINITE]
     ones = np.ones((p, 1), np.int32)
     return Records(score, value, status, groups.host_length_PG.astype(np.int32), groups.host_finish_PG, ones)
 
@@ -200,29 +218,37 @@ class RoundsProducer:
         if self._config.loss.overlong == "mask":
             trainable_PG &= r.finish != Finish.LENGTH
         verdicts, patterns, stats = self._judge(r.metric, live_PG, trainable_PG, r.host_keep[:, 0] > 0)
+        tickets, spread = groups.tickets_P.tolist(), stats.spread.tolist()
+        valid = np.flatnonzero(groups.valid_P).tolist()
         judged = [
             JudgedGroup(
-                self._tickets[int(groups.tickets_P[i])], verdicts[i], patterns[i], r.score[i], r.metric[i], live_PG[i],
-                r.status[i], r.length[i], r.finish[i], float(stats.spread[i]),
+                self._tickets[tickets[i]], verdicts[i], patterns[i], r.score[i], r.metric[i], live_PG[i], r.status[i],
+                r.length[i], r.finish[i], spread[i],
             )
-            for i in np.flatnonzero(groups.valid_P)
+            for i in valid
         ]  # fmt: skip
-        keep_P = groups.valid_P & np.array([v is Verdict.KEPT for v in verdicts])
-        if keep_P.any():
-            records = {j.ticket.ticket: _buffer_record(j) for j in judged if j.verdict is Verdict.KEPT}
+        kept = [i for i in valid if verdicts[i] is Verdict.KEPT]
+        if kept:
+            keep_P = np.zeros(len(tickets), bool)
+            keep_P[kept] = True
+            records = dict(
+                zip([tickets[i] for i in kept], self._buffer_records(r, live_PG, tickets, kept), strict=True)
+            )
             self._buffer.put(groups, np.where(live_PG, r.metric, 0.0).astype(np.float32), live_PG, keep_P, records)
         return judged
 
-
-def _buffer_record(judged: JudgedGroup) -> dict[str, float]:
-    """What the metrics of the `trained` population need, kept beside the payload."""
-    live = judged.live
-    return {
-        "score": float(judged.score[live].sum()),
-        "metric": float(judged.metric[live].sum()),
-        "length": int(judged.length[live].sum()),
-        "tokens": int(judged.length.sum()),
-        "live": int(live.sum()),
-        "step": judged.ticket.step,
-        "version": judged.ticket.version,
-    }
+    def _buffer_records(
+        self, r: Records, live_PG: np.ndarray, tickets: list[int], kept: list[int]
+    ) -> Iterator[dict[str, Any]]:
+        """What the metrics of the `trained` population need, kept beside the payload."""
+        live = live_PG[kept]
+        columns = {
+            "score": np.where(live, r.score[kept], 0).sum(1).tolist(),
+            "metric": np.where(live, r.metric[kept], 0).sum(1).tolist(),
+            "length": np.where(live, r.length[kept], 0).sum(1).tolist(),
+            "tokens": r.length[kept].sum(1).tolist(),
+            "live": live.sum(1).tolist(),
+            "step": [self._tickets[tickets[i]].step for i in kept],
+            "version": [self._tickets[tickets[i]].version for i in kept],
+        }
+        return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))

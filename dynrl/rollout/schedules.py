@@ -6,7 +6,7 @@ controller books what follows, so that a schedule cannot leak a group.
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dynrl.config import DynamicSamplingConfig
 from dynrl.rollout.ledger import Ledger, Phase
@@ -20,6 +20,13 @@ class Capabilities:
     stamps_steps: bool = False  # each dispatched group belongs to one step
     gates_admission: bool = True  # dispatching depends on versions or on what is open
     evicts: bool = False  # ready groups can become too old
+
+
+class Exhausted(NamedTuple):
+    """A budget that is used up."""
+
+    why: str  # with the key and its value
+    advice: str  # what would lift it
 
 
 class View(Protocol):
@@ -79,7 +86,7 @@ class Schedule(Protocol):
         """Ready tickets that have become too old."""
         ...
 
-    def exhausted(self, view: View) -> str | None:
+    def exhausted(self, view: View) -> Exhausted | None:
         """Why no more groups may be drawn for this step, or None."""
         ...
 
@@ -97,9 +104,7 @@ class RoundsState:
     """Counts within the step being filled."""
 
     num_rounds: int = 0
-    fruitless_rounds: int = 0  # the last so many rounds kept nothing
-    judged_in_round: int = 0
-    kept_in_round: int = 0
+    not_kept_in_row: int = 0  # groups judged since the last that was kept
 
 
 class Rounds:
@@ -110,8 +115,9 @@ class Rounds:
     published). Ready groups are trained in dispatch order, so that short answers get no preference. All groups of
     one round share one replacement index: round k of a step replaces what round k - 1 dropped.
 
-    Two budgets: `max_num_gen_batches` rounds per step (0 = no cap), and `max_replacements_per_slot` replacement
-    rounds in a row that keep nothing, whatever the cap.
+    Two budgets: `max_num_gen_batches` rounds per step (0 = no cap), and, whatever the cap, groups in a row that are
+    not kept: as many as `max_replacements_per_slot` replacements of each of the B slots. Groups are counted, not
+    rounds, because the last rounds of a step are small: one group is missing, and one in a hundred is kept.
     """
 
     capabilities = Capabilities(stamps_steps=False, gates_admission=True, evicts=True)
@@ -146,16 +152,11 @@ class Rounds:
 
     def on_dispatch(self, num: int) -> None:
         """Begins a round."""
-        s = self._state
-        if s.num_rounds:
-            s.fruitless_rounds = 0 if s.kept_in_round else s.fruitless_rounds + 1
-        s.num_rounds += 1
-        s.judged_in_round = s.kept_in_round = 0
+        self._state.num_rounds += 1
 
     def on_end(self, verdict: Verdict) -> None:
-        """Counts towards the round."""
-        self._state.judged_in_round += 1
-        self._state.kept_in_round += verdict is Verdict.KEPT
+        """Counts groups that were not kept."""
+        self._state.not_kept_in_row = 0 if verdict is Verdict.KEPT else self._state.not_kept_in_row + 1
 
     def on_step(self) -> None:
         """A new step has all its rounds again."""
@@ -170,20 +171,27 @@ class Rounds:
         return [next(ready).ticket for _ in range(view.batch_size)]
 
     def evict(self, view: View) -> list[int]:
-        """Carried groups older than `max_surplus_age_versions`."""
+        """Carried groups older than `max_surplus_age_versions`; nothing changes while a round runs."""
+        levels = view.ledger.levels
+        if levels[Phase.IN_FLIGHT] or levels[Phase.JUDGING]:
+            return []
         oldest = view.version - self._config.max_surplus_age_versions
         return [t.ticket for t in view.ledger.ready() if t.version < oldest]
 
-    def exhausted(self, view: View) -> str | None:
+    def exhausted(self, view: View) -> Exhausted | None:
         """The budget that forbids another round, with its key."""
-        s, config = self._state, self._config
-        if config.max_num_gen_batches and s.num_rounds >= config.max_num_gen_batches:
-            return f"dynamic_sampling.max_num_gen_batches = {config.max_num_gen_batches} rounds are used up"
-        in_a_row = s.fruitless_rounds + (s.num_rounds > 0 and s.kept_in_round == 0)
-        if in_a_row > config.max_replacements_per_slot:
-            return (
-                f"{in_a_row} rounds in a row kept nothing, more than dynamic_sampling.max_replacements_per_slot = "
-                f"{config.max_replacements_per_slot} replacements"
+        s, cap, replacements = self._state, self._config.max_num_gen_batches, self._config.max_replacements_per_slot
+        if cap and s.num_rounds >= cap:
+            return Exhausted(
+                f"dynamic_sampling.max_num_gen_batches = {cap} rounds are used up",
+                "dynamic_sampling.max_num_gen_batches = 0 lifts the cap on rounds",
+            )
+        if s.not_kept_in_row >= (1 + replacements) * self._batch_size:
+            return Exhausted(
+                f"{s.not_kept_in_row} groups in a row were not kept, which uses up "
+                f"dynamic_sampling.max_replacements_per_slot = {replacements} replacements of each of "
+                f"{self._batch_size}",
+                f"a dynamic_sampling.max_replacements_per_slot above {replacements} goes on for longer",
             )
         return None
 

@@ -1,6 +1,8 @@
 """The rollout side's metrics of one step, over the populations of law 8, as sums and counts."""
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,39 +42,48 @@ class RolloutStatistics:
         names = ["reward/score/{}/mean"]
         return names if self._metric == "score" else [*names, f"reward/{self._metric}/{{}}/mean"]
 
-    def judged(self, groups: Iterable[JudgedGroup]) -> None:
-        """Counts finished groups."""
-        for j in groups:
-            populations = ["all"]
-            if j.verdict is Verdict.KEPT:
-                populations.append("kept")
-            if j.ticket.replacement_index == 0:
-                populations.append("first_attempt")
-            live, num = j.live, int(j.live.sum())
-            for population in populations:
-                self._add(population, j.score[live].sum(), j.metric[live].sum(), j.length[live].sum(), num)
-            self._sums.add("length/truncated_frac", (j.finish[live] == Finish.LENGTH).sum(), num)
-            for status, count in zip(*np.unique(j.status, return_counts=True), strict=True):
-                self._sums.count(f"reward/status/{STATUSES[status]}", int(count))
-            if j.verdict is not Verdict.KEPT:
-                self._sums.count("backfill/wasted_tokens", int(j.length.sum()))
-            if j.verdict is not Verdict.FAILED:
-                self._filter(j, live)
+    def judged(self, groups: Sequence[JudgedGroup]) -> None:
+        """Counts finished groups, all at once: they are many, and small."""
+        if not groups:
+            return
+        kept_N = np.array([j.verdict is Verdict.KEPT for j in groups])
+        failed_N = np.array([j.verdict is Verdict.FAILED for j in groups])
+        first_N = np.array([j.ticket.replacement_index == 0 for j in groups])
+        live_NG, length_NG = np.stack([j.live for j in groups]), np.stack([j.length for j in groups])
+        metric_NG = np.stack([j.metric for j in groups])
+        score_NG = metric_NG if self._metric == "score" else np.stack([j.score for j in groups])
+        count_N = live_NG.sum(1)
+        sums_N = [np.where(live_NG, x, 0).sum(1) for x in (score_NG, metric_NG, length_NG)]
+        for population, rows in (("all", slice(None)), ("kept", kept_N), ("first_attempt", first_N)):
+            score, metric, length = (x[rows].sum(dtype=np.float64) for x in sums_N)
+            self._add(population, score, metric, length, count_N[rows].sum())
+        truncated_NG = live_NG & (np.stack([j.finish for j in groups]) == Finish.LENGTH)
+        self._sums.add("length/truncated_frac", truncated_NG.sum(), count_N.sum())
+        for status, count in enumerate(np.bincount(np.stack([j.status for j in groups]).ravel()).tolist()):
+            if count:
+                self._sums.count(f"reward/status/{STATUSES[status]}", count)
+        self._sums.count("backfill/wasted_tokens", length_NG[~kept_N].sum())
+        binary_N = (~live_NG | (metric_NG == 0) | (metric_NG == 1)).all(1)
+        self._filter(groups, kept_N, failed_N, np.where(binary_N, sums_N[1], -1))
 
-    def _filter(self, j: JudgedGroup, live: np.ndarray) -> None:
-        s = self._sums
-        s.add("group_filter/kept_frac", j.verdict is Verdict.KEPT, 1)
-        s.add("group_filter/zero_variance_frac", j.pattern != "mixed", 1)
-        s.add("group_filter/all_pass_frac", j.pattern == "all_pass", 1)
-        s.add("group_filter/all_fail_frac", j.pattern == "all_fail", 1)
-        values = j.metric[live]
-        if np.isin(values, (0.0, 1.0)).all():
-            name = str(int(values.sum()))
-        else:
-            name = "spread_" + _SPREAD_NAMES[int(np.searchsorted(_SPREAD_EDGES, j.spread, side="left"))]
-        s.count(f"group_filter/pattern/pre/{name}", 1)
-        if j.verdict is Verdict.KEPT:
-            s.count(f"group_filter/pattern/post/{name}", 1)
+    def _filter(
+        self, groups: Sequence[JudgedGroup], kept_N: np.ndarray, failed_N: np.ndarray, positives_N: np.ndarray
+    ) -> None:
+        """What the filter saw, of groups that did not fail; `positives_N` is -1 where rewards are not 0 or 1."""
+        patterns = [j.pattern for j, failed in zip(groups, failed_N.tolist(), strict=True) if not failed]
+        num = len(patterns)
+        self._sums.add("group_filter/kept_frac", kept_N.sum(), num)
+        self._sums.add("group_filter/zero_variance_frac", num - patterns.count("mixed"), num)
+        self._sums.add("group_filter/all_pass_frac", patterns.count("all_pass"), num)
+        self._sums.add("group_filter/all_fail_frac", patterns.count("all_fail"), num)
+        bins = np.searchsorted(_SPREAD_EDGES, [j.spread for j in groups], side="left").tolist()
+        names = [
+            f"spread_{_SPREAD_NAMES[spread]}" if positives < 0 else str(int(positives))
+            for positives, spread in zip(positives_N.tolist(), bins, strict=True)
+        ]
+        for stage, rows in (("pre", ~failed_N), ("post", kept_N)):
+            for name, count in Counter(itertools.compress(names, rows.tolist())).items():
+                self._sums.count(f"group_filter/pattern/{stage}/{name}", count)
 
     def _add(self, population: str, score: float, metric: float, length: float, num: int) -> None:
         for name, value in zip(self._rewards(), (score, metric), strict=False):
@@ -81,10 +92,11 @@ class RolloutStatistics:
 
     def trained(self, records: Iterable[Mapping[str, Any]], step: int, version: int) -> None:
         """Counts the groups of a batch, by the records that were stored with them."""
-        for r in records:
-            self._add("trained", r["score"], r["metric"], r["length"], r["live"])
-            self._sums.add("train_batch/staleness/mean", version - r["version"], 1)
-            self._sums.count("backfill/carried_groups", int(r["step"] < step))
+        records = list(records)
+        totals = {name: sum(r[name] for r in records) for name in ("score", "metric", "length", "live", "version")}
+        self._add("trained", totals["score"], totals["metric"], totals["length"], totals["live"])
+        self._sums.add("train_batch/staleness/mean", version * len(records) - totals["version"], len(records))
+        self._sums.count("backfill/carried_groups", sum(r["step"] < step for r in records))
 
     def freed(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Counts kept groups that will not be trained after all."""

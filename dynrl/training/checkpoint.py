@@ -22,7 +22,11 @@ class Checkpointer:
     """
 
     def __init__(self, directory: epath.Path, config: CheckpointConfig) -> None:
+        # Orbax would share the writing of a replicated array among its replicas, by slices that compile (law 3).
+        handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+        ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
         options = ocp.CheckpointManagerOptions(max_to_keep=config.max_to_keep, create=True)
+        self._directory = directory
         self._manager = ocp.CheckpointManager(directory, options=options)
 
     @property
@@ -36,15 +40,24 @@ class Checkpointer:
         self._manager.save(step, args=args, force=True)
 
     def restore_document(self, step: int) -> dict[str, Any]:
-        """The JSON document of a checkpoint."""
-        args = ocp.args.Composite(document=ocp.args.JsonRestore())
-        return self._manager.restore(step, args=args)["document"]
+        """The JSON document of a checkpoint. Raises RuntimeError for one that is damaged."""
+        return self._restore(step, document=ocp.args.JsonRestore())["document"]
 
     def restore_arrays(self, step: int, like: Any) -> Any:
-        """The arrays of a checkpoint, in the shapes, dtypes and shardings of `like`."""
+        """The arrays of a checkpoint, in the shapes, dtypes and shardings of `like`. Raises RuntimeError as above."""
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract))
-        return self._manager.restore(step, args=args)["arrays"]
+        return self._restore(step, arrays=ocp.args.StandardRestore(abstract))["arrays"]
+
+    def _restore(self, step: int, **items: Any) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # orbax, tensorstore and JSON each raise their own
+            older = [s for s in self._manager.all_steps() if s < step]
+            then = f"goes on from step {max(older)}" if older else "begins the run again"
+            raise RuntimeError(
+                f"the checkpoint {self._directory / str(step)} cannot be read: {type(error).__name__}: {error}\n"
+                f"Without that folder, the same command {then}"
+            ) from error
 
     def close(self) -> None:
         """Waits for the writer."""

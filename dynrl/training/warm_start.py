@@ -141,6 +141,11 @@ def cached_warm_start(
             abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
             return checkpointer.restore(cache_dir, abstract), True
         params = make(params)
-        checkpointer.save(cache_dir, params)
-        checkpointer.wait_until_finished()
+        try:
+            checkpointer.save(cache_dir, params)
+            checkpointer.wait_until_finished()
+        except (OSError, ValueError):
+            if not cache_dir.exists():
+                raise
+            # Another run of the same warm start was done first; what it stored is the same.
     return params, False

@@ -1,0 +1,90 @@
+"""The quickstart, dapo beside grpo, over several seeds: accuracy gained, and steps, tokens and seconds to a target.
+
+    python tests/benchmarks/bench_quickstart.py --seeds 0 1 2 --workdir runs/bench_quickstart
+
+The target is the accuracy that grpo ends with, per seed. Both arms start from the same warm start. Finished runs in
+the workdir are read, not made again.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ARMS = ("grpo", "dapo")
+
+
+def run(arm: str, seed: int, workdir: Path, overrides: list[str]) -> float:
+    """Runs one arm, unless its result is there. Returns its wall seconds."""
+    done = workdir / "secs.json"
+    if not done.exists():
+        workdir.mkdir(parents=True, exist_ok=True)
+        begin = time.perf_counter()
+        command = [sys.executable, "launch/train.py", f"--config=configs/quickstart.py:{arm}", f"--workdir={workdir}"]
+        with (workdir / "log.txt").open("w") as log:
+            subprocess.run(
+                [*command, f"--config.seed={seed}", *overrides], cwd=ROOT, check=True, stdout=log, stderr=log
+            )
+        done.write_text(json.dumps(time.perf_counter() - begin))
+    return json.loads(done.read_text())
+
+
+def read(workdir: Path) -> tuple[list[dict], list[dict]]:
+    """All rows, and those with an evaluation."""
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return rows, [r for r in rows if r.get("eval/main/pass_at_1") is not None]
+
+
+def reach(results: tuple[list[dict], list[dict]], target: float) -> dict[str, float | None]:
+    """Steps, generated tokens and step seconds until the first evaluation at the target."""
+    rows, evaluated = results
+    hit = next((r for r in evaluated if r["run/step"] and r["eval/main/pass_at_1"] >= target), None)
+    if hit is None:
+        return {"steps": None, "tokens": None, "secs": None}
+    until = [r for r in rows if 0 < r["run/step"] <= hit["run/step"]]
+    secs = sum(r["time/step_secs"] for r in until)
+    return {"steps": hit["run/step"], "tokens": hit["run/generated_tokens"], "secs": secs}
+
+
+def main() -> None:
+    """Prints one JSON line per result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--workdir", type=Path, default=ROOT / "runs" / "bench_quickstart")
+    parser.add_argument("overrides", nargs="*", help="passed on, such as --config.num_steps=50 (after --)")
+    args = parser.parse_args()
+    gains: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    reached: dict[str, list[dict]] = {arm: [] for arm in ARMS}
+    for seed in args.seeds:
+        results = {}
+        for arm in ARMS:
+            workdir = args.workdir.resolve() / f"{arm}_{seed}"
+            secs = run(arm, seed, workdir, args.overrides)
+            results[arm] = read(workdir)
+            rows, evaluated = results[arm]
+            before, after = (evaluated[i]["eval/main/pass_at_1"] for i in (0, -1))
+            gains[arm].append(after - before)
+            line = {"name": f"quickstart_{arm}_seed{seed}", "before": before, "after": after, "wall_secs": secs}
+            line |= {"steps": rows[-1]["run/step"], "tokens": rows[-1]["run/generated_tokens"]}
+            print(json.dumps(line | {"recompiles": rows[-1]["run/recompiles"]}), flush=True)
+        target = results["grpo"][1][-1]["eval/main/pass_at_1"]
+        for arm in ARMS:
+            found = reach(results[arm], target)
+            reached[arm].append(found)
+            print(json.dumps({"name": f"to_grpo_accuracy_{arm}_seed{seed}", "target": target, **found}), flush=True)
+    for arm in ARMS:
+        mean = statistics.mean(gains[arm])
+        goal = {"goal": 0.2, "ok": mean >= 0.2} if arm == "dapo" else {}
+        print(json.dumps({"name": f"accuracy_gain_{arm}", "value": mean, **goal}))
+        for key in ("steps", "tokens", "secs"):
+            values = [r[key] for r in reached[arm]]
+            value = None if None in values else statistics.mean(values)
+            print(json.dumps({"name": f"{key}_to_grpo_accuracy_{arm}", "value": value}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""One device, eight emulated ones, and two processes of two: the same rollouts give the same decisions (law 4).
+
+A run on one device leaves a checkpoint after each step and all its rollouts. Each configuration then takes every
+step once more, from its checkpoint and with its rollouts. Two processes also run freely, resume, and stop.
+"""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_helpers import ROOT, child_environment, reproducible
+
+from dynrl.config import to_mapping
+
+NUM_STEPS = 6
+DEADLINE_SECS = 400
+WORKER = Path(__file__).with_name("replay_worker.py")
+
+
+@pytest.fixture(scope="module")
+def mapping(tiny_config):
+    """B and P are multiples of eight, and so is the buffer's capacity, 7 + 9: it is the same on every mesh."""
+    config = tiny_config(
+        num_steps=NUM_STEPS, tensorboard=False, model__num_layers=1, train__learning_rate=0.003,
+        reward__verifier="user_code:coin", warm_start__num_steps=2, warm_start__batch_size=16,
+        dynamic_sampling__oversample=1.125, dynamic_sampling__refill="full", checkpoint__every_steps=1,
+        checkpoint__max_to_keep=20, fail_on_recompile=True,
+    )  # fmt: skip
+    return to_mapping(config)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def work(folder, cache, spec, num_processes, num_devices):
+    """Runs the worker in all its processes, and returns what each of them saw."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    spec = {**spec, "num_processes": num_processes, "num_devices": num_devices, "port": port}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    environment = child_environment(num_devices // num_processes, cache)
+    logs = [(folder / f"log_{i}").open("w+") for i in range(num_processes)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(folder / "spec.json"), str(i)], cwd=ROOT, env=environment,
+            stdout=log, stderr=subprocess.STDOUT,
+        )
+        for i, log in enumerate(logs)
+    ]  # fmt: skip
+    deadline = time.monotonic() + DEADLINE_SECS
+    try:
+        while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+            if any(p.poll() for p in processes):
+                deadline = min(deadline, time.monotonic() + 5)  # the others would wait for it in vain
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    texts = [(folder / f"log_{i}").read_text()[-6000:] for i in range(num_processes)]
+    for log in logs:
+        log.close()
+    assert [p.returncode for p in processes] == [0] * num_processes, "\n---\n".join(texts)
+    return [json.loads((folder / f"RESULT_{i}.json").read_text()) for i in range(num_processes)]
+
+
+@pytest.fixture(scope="module")
+def recording(mapping, cache, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recording")
+    (seen,) = work(folder, cache, {"mode": "record", "config": mapping}, 1, 1)
+    return folder, seen["whole"]
+
+
+def comparable(row):
+    """Without what no replay has: an evaluation after the last step, and row-steps of the sampler."""
+    return {k: v for k, v in reproducible(row).items() if not k.startswith(("eval/", "sampler/slot"))}
+
+
+def close(a, b):
+    return a == b if a is None or b is None else a == pytest.approx(b, rel=1e-5, abs=3e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_processes", "num_devices"), [(1, 1), (1, 8), (2, 4)])
+def test_recorded_rollouts_give_the_same_steps(recording, mapping, cache, tmp_path, num_processes, num_devices):
+    folder, whole = recording
+    for step in range(NUM_STEPS):
+        target = tmp_path / f"from_{step}"
+        shutil.copytree(folder / "run" / "checkpoints" / str(step), target / "checkpoints" / str(step))
+        shutil.copy(folder / "run" / "metrics.jsonl", target)
+    spec = {"mode": "replay", "config": mapping, "steps": list(range(NUM_STEPS))}
+    spec["rollouts"] = str(folder / "rollouts.npz")
+    seen = work(tmp_path, cache, spec, num_processes, num_devices)
+
+    expected_rows = {r["run/step"]: r for r in whole["rows"]}
+    assert any(r.get("backfill/carried_groups") for r in whole["rows"])
+    for step in map(str, range(NUM_STEPS)):
+        views = [s[step] for s in seen]
+        for view in views:
+            assert view["verdicts"]
+            assert view["verdicts"] == {t: whole["verdicts"][t] for t in view["verdicts"]}
+            assert [b["tickets"] for b in view["batches"]] == [whole["batches"][int(step)]["tickets"]]
+        rows = {i: h for v in views for i, h in v["batches"][0]["rows"].items()}
+        assert sum(len(v["batches"][0]["rows"]) for v in views) == len(rows) == 8
+        assert rows == whole["batches"][int(step)]["rows"]
+        assert all(not v["rows"] for v in views[1:])  # the first process writes
+        (row,) = [r for r in views[0]["rows"] if r["run/step"] == int(step) + 1]
+        expected, got = comparable(expected_rows[int(step) + 1]), comparable(row)
+        assert got.keys() == expected.keys()
+        wrong = {k: (got[k], expected[k]) for k in got if not close(got[k], expected[k])}
+        assert not wrong, (step, wrong)
+        if num_devices == 1:
+            assert got == expected
+
+
+@pytest.mark.slow
+def test_two_processes_run_resume_and_stop_together(mapping, cache, tmp_path):
+    spec = {"mode": "free", "config": {**mapping, "checkpoint": {"every_steps": 2, "max_to_keep": 2}}}
+    spec["parts"] = [[3, None], [5, None], [20, 1]]  # the last part: process 1 is interrupted in its second step
+    first, second = work(tmp_path, cache, spec, 2, 4)
+    for part, last in (("3", 3), ("5", 5), ("20", 7)):
+        a, b = first[part], second[part]
+        for key in ("reason", "step", "digest", "weights", "verdicts"):
+            assert a[key] == b[key], (part, key)
+        assert a["step"] == last
+        assert a["recompiles"] == b["recompiles"] == []
+        assert not b["rows"]
+        trained = [t for t in a["verified"] + b["verified"] if t >= 0]
+        assert len(trained) == len(set(trained))
+        assert set(map(str, trained)) == a["verdicts"].keys()
+        assert a["verified"]
+        assert b["verified"]
+        assert all(r["train_batch/zero_advantage_groups_frac"] == 0 for r in a["rows"] if r["run/step"])
+    assert first["20"]["reason"] == "interrupted"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["run/step"] for r in rows] == list(range(8))
+    assert rows[0]["eval/main/pass_at_1"] is not None

@@ -1,0 +1,37 @@
+"""User code that the end-to-end runs are configured with: verifiers and a filter.
+
+The verifiers judge by a hash of prompt and completion. So a random policy has groups of every kind at once, and no
+test depends on what a policy learns. Verifier workers import this module, which must be light.
+"""
+
+import zlib
+
+
+def coin(task, text):
+    """1 or 0, as likely."""
+    return float(zlib.crc32(f"{task.prompt} {text}".encode()) & 1)
+
+
+def rare(task, text):
+    """1 for about one completion in five: many groups are all wrong."""
+    return float(zlib.crc32(f"{task.prompt} {text}".encode()) % 5 == 0)
+
+
+def never(task, text):
+    """No group has signal."""
+    return 0.0
+
+
+def broken(task, text):
+    """A verifier with a fault."""
+    raise RuntimeError("the judge is out")
+
+
+def in_bursts(stats, rewards_PG, live_PG):
+    """A filter whose kept counts range widely: none, a third, or all groups with signal, by the rewards' sum."""
+    import jax.numpy as jnp
+
+    total = jnp.where(live_PG, rewards_PG, 0.0).sum().astype(jnp.int32)
+    third = jnp.arange(stats.count.shape[0]) % 3 == 0
+    signal = stats.max > stats.min
+    return jnp.where(total % 4 == 0, False, jnp.where(total % 4 == 1, third & signal, signal))

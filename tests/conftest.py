@@ -1,23 +1,24 @@
 """Eight emulated CPU devices, strict shapes, and caches that belong to the test session."""
 
+import importlib.metadata
 import os
 import tempfile
 
-import jax
-
-# Programs of a test run for milliseconds and compile for seconds: optimizing them less cuts that to a sixth.
-_FLAGS = [
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-]
-if jax.__version_info__ < (0, 11):  # XLA aborts at a flag it does not know
-    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])  # of two values, the last counts
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_force_host_platform_device_count=8",
+        # Programs of a test run for milliseconds and compile for seconds: optimizing them less cuts that to a sixth.
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        # XLA aborts at a flag that it does not know, and this one is not there to stay.
+        *(["--xla_cpu_use_fusion_emitters=false"] if importlib.metadata.version("jax").startswith("0.10.") else []),
+        os.environ.get("XLA_FLAGS", ""),  # of two values of a flag, the last counts
+    ]
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
-jax.config.update("jax_platforms", "cpu")  # jax has read the environment by now
 os.environ["DYNRL_CACHE"] = tempfile.mkdtemp(prefix="dynrl_test_cache_")
 
+import jax
 import pytest
 from tiny import tiny_mapping
 

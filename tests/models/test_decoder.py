@@ -212,7 +212,7 @@ def test_chunks_of_logits_change_nothing():
     assert_close(shared(params, payload, weights, 1.0, c=c, chunk=7), shared(params, payload, weights, 1.0, c=c), 1e-5)
 
 
-@pytest.mark.parametrize(("scan", "remat"), [(True, "none"), (True, "full"), (True, "dots"), (False, "full")])
+@pytest.mark.parametrize(("scan", "remat"), [(True, "none"), (True, "dots"), (False, "full")])
 def test_scan_and_remat_change_nothing(scan, remat):
     plain = make_config(**CONFIGS["qwen2"])
     c = make_config(**CONFIGS["qwen2"], scan_layers=scan, remat=remat)
@@ -236,14 +236,11 @@ def test_layouts_convert_both_ways():
 
 def test_bfloat16_is_close():
     c, half = make_config(**CONFIGS["qwen2"]), make_config(**CONFIGS["qwen2"], dtype="bfloat16")
-    params, payload = random_params(c), make_payload([5, 2, 1], 3, 5, 4)
-    weights = make_weights(payload)
-    want, got = shared(params, payload, weights, 1.0, c=c), shared(params, payload, weights, 1.0, c=half)
-    assert got[0].dtype == jnp.float32
-    assert {x.dtype for x in jax.tree.leaves(got[2])} == {jnp.dtype("float32")}
-    # 8 bits of mantissa: 0.4% a rounding, a dozen of them in a row.
-    assert_close(got[:2], want[:2], 0.05)
-    assert_close(got[2], want[2], 0.15)
+    params, payload = random_params(c), make_payload([7, 4, 1], 1, 7, 1)
+    want, got = (np.asarray(forward(params, payload.prompt_PL, payload.prompt_length_P, c=x)) for x in (c, half))
+    assert got.dtype == np.float32
+    assert_close(got, want, 0.05)  # 8 bits of mantissa: 0.4% a rounding, a dozen of them in a row
+    assert (got != want).any()
     cast = cast_floats({"w": jnp.ones(2), "n": jnp.ones(2, jnp.int32)}, "bfloat16")
     assert [cast["w"].dtype, cast["n"].dtype] == [jnp.bfloat16, jnp.int32]
 

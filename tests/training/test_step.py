@@ -122,8 +122,8 @@ def assert_moved_alike(got, want, tol, start=None):
 # ---- The reference ----
 
 
-def reference_logp(p, batch, temperature):
-    """Log-probs [B, G, T] by a float64 decoder of one head, over rows [prompt | completion]."""
+def reference_logp(p, batch, temperature, groups=slice(None)):
+    """Log-probs [groups, G, T] by a float64 decoder of one head, over rows [prompt | completion]."""
 
     def norm(x, scale):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale["scale"]
@@ -133,9 +133,9 @@ def reference_logp(p, batch, temperature):
         a, b = x[..., :2], x[..., 2:]
         return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
-    n = np.repeat(batch.payload.prompt_length_P, G)
-    prompts = [p[L - k :] for p, k in zip(np.repeat(batch.payload.prompt_PL, G, 0), n, strict=True)]
-    completions = batch.payload.tokens_PGT.reshape(-1, T)
+    n = np.repeat(batch.payload.prompt_length_P[groups], G)
+    prompts = [row[L - k :] for row, k in zip(np.repeat(batch.payload.prompt_PL[groups], G, 0), n, strict=True)]
+    completions = batch.payload.tokens_PGT[groups].reshape(-1, T)
     # Rows begin at their first token; what is padded behind them is seen by nothing before it.
     pairs = zip(prompts, completions, strict=True)
     rows = np.stack([np.pad(np.concatenate(pair), (0, L - len(pair[0]))) for pair in pairs])
@@ -169,7 +169,8 @@ def reference_advantages(batch, estimator):
 
 def reference_loss(p, batch, rows, old, advantages, c):
     """The update's loss over the groups `rows`, divided by its weight."""
-    logp, total, weight = reference_logp(p, batch, c.sampler.temperature), 0.0, 0.0
+    logp_of = dict(zip(rows, reference_logp(p, batch, c.sampler.temperature, rows), strict=True))
+    total, weight = 0.0, 0.0
     for b in rows:
         for g in range(G):
             if not (batch.real_B[b] and batch.live_BG[b, g]):
@@ -177,7 +178,7 @@ def reference_loss(p, batch, rows, old, advantages, c):
             if c.loss.overlong == "mask" and batch.payload.finish_PG[b, g] == Finish.LENGTH:
                 continue
             tokens = np.flatnonzero(batch.payload.mask_PGT[b, g])
-            ratio = np.exp(logp[b, g, tokens] - old[b, g, tokens])
+            ratio = np.exp(logp_of[b][g, tokens] - old[b, g, tokens])
             drift = np.exp(old[b, g, tokens] - batch.payload.logp_PGT[b, g, tokens])
             tis = np.minimum(drift, c.loss.tis_cap) if c.loss.tis_cap else 1.0
             a = advantages[b, g]

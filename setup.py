@@ -9,7 +9,7 @@ JAX = "jax>=0.10.2,<0.13"
 BASE = [
     JAX,
     "flax>=0.12.0",
-    "optax>=0.2.5",
+    "optax>=0.2.8",
     "orbax-checkpoint>=0.11.25",
     "numpy>=2.0",
     "ml-collections>=1.1",

@@ -6,6 +6,7 @@ The controller decides; this loop does what it says and tells it what happened. 
 path: it runs dispatched groups through sampler, verifiers and filter, and puts the kept ones into the buffer.
 """
 
+import os
 import signal
 import threading
 import time
@@ -311,7 +312,7 @@ class Loop:
 
         def handler(signum: int, frame: Any) -> None:
             self._interrupted = True
-            self.books.progress.say("interrupted: finishing the step; Ctrl-C again stops at once")
+            os.write(2, b"\ninterrupted: finishing the step; Ctrl-C again stops at once\n")  # print is not reentrant
             signal.signal(signal.SIGINT, previous)
 
         previous = signal.signal(signal.SIGINT, handler)

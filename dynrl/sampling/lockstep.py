@@ -114,8 +114,16 @@ class LockstepSampler:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests; all are checked before one is taken."""
+        taken = {r.ticket for r in self._queue} | {
+            r.ticket for r, v in zip(self._batch, self._valid, strict=False) if v
+        }
         for request in requests:
             self._check(request)
+            if request.ticket in taken:
+                raise ValueError(
+                    f"request of ticket {request.ticket} (task {request.task_id}): it is in flight already"
+                )
+            taken.add(request.ticket)
         self._queue.extend(requests)
 
     def _check(self, request: Request) -> None:

@@ -144,7 +144,7 @@ def update(
     if config.loss.short_step_scale == "nominal":
         denominator = weight * part.batch.real_B.shape[0] / jnp.maximum(real, 1)
     grads = jax.tree.map(lambda g: safe_divide(g, denominator), grads)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     apply = finite & (weight > 0)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

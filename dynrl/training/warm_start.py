@@ -33,13 +33,13 @@ def cache_key(config: RunConfig, tokenizer_fingerprint: str) -> str:
     """Hash of what determines the warm-started weights."""
     content = {
         "model": dataclasses.asdict(config.model),
-        "warm_start": dataclasses.asdict(config.warm_start),
+        "warm_start": {k: v for k, v in dataclasses.asdict(config.warm_start).items() if k != "cache"},
         "source": [config.tasks.source, config.tasks.source_kwargs],
         "evaluation": [config.evaluation.num_tasks, config.evaluation.seed],  # its tasks are left out
         "lengths": [config.tasks.max_prompt_tokens, config.sampler.max_completion_tokens],
         "tokenizer": tokenizer_fingerprint,
         "seed": config.seed,
-        "jax": [jax.__version__, jax.default_backend(), jax.device_count()],
+        "jax": [jax.__version__, jax.default_backend()],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 

@@ -33,7 +33,7 @@ def completion_logprobs(
     vocab_size = params["embedding"].shape[0]
     decoder = Decoder(config, vocab_size)
     positions, mask, valid = prompt_inputs(payload.prompt_length_P, length)
-    hidden_PLD, layers = decoder.apply({"params": params}, payload.prompt_PL, positions, mask)  # type: ignore[misc]
+    hidden_PLD, layers = decoder.apply({"params": params}, payload.prompt_PL, positions, mask)
     first = jnp.broadcast_to(hidden_PLD[:, None, -1:, :], (p, g, 1, hidden_PLD.shape[-1]))
     if t == 1:
         hidden = first
@@ -42,7 +42,7 @@ def completion_logprobs(
         steps = jnp.arange(t - 1)
         positions = jnp.repeat(payload.prompt_length_P, g)[:, None] + steps[None, :]
         causal = (steps[:, None] >= steps[None, :])[None]
-        rest, _ = decoder.apply({"params": params}, rows, positions, causal, Prefix(layers, valid))  # type: ignore[misc]
+        rest, _ = decoder.apply({"params": params}, rows, positions, causal, Prefix(layers, valid))
         hidden = jnp.concatenate([first, rest.reshape(p, g, t - 1, -1)], axis=2)
     n = p * g
     logp, entropy = token_logprobs(
@@ -79,7 +79,7 @@ def prefill(
     p, length = prompt_PL.shape
     decoder = Decoder(config, params["embedding"].shape[0])
     positions, mask, _ = prompt_inputs(length_P, length)
-    hidden, layers = decoder.apply({"params": params}, prompt_PL, positions, mask)  # type: ignore[misc]
+    hidden, layers = decoder.apply({"params": params}, prompt_PL, positions, mask)
 
     def fan_out(x: Array) -> Array:
         return jnp.pad(jnp.repeat(x, num_rows // p, axis=0), ((0, 0), (0, 0), (0, columns), (0, 0)))
@@ -105,7 +105,7 @@ def decode_step(
       Float32 logits [N, V], and the cache, one column longer.
     """
     decoder = Decoder(config, params["embedding"].shape[0])
-    hidden, layers = decoder.apply(  # type: ignore[misc]
+    hidden, layers = decoder.apply(
         {"params": params}, token_N[:, None], position_N[:, None], valid_NC[:, None], cache=cache
     )
     return logits_of(hidden[:, 0], params, config), Cache(layers, cache.index + 1)

@@ -198,4 +198,4 @@ LEAVES = st.none() | st.floats() | st.integers() | st.binary(max_size=3) | SHORT
 @settings(max_examples=30, deadline=None)
 @given(st.dictionaries(SHORT | st.integers(), st.recursive(LEAVES, st.lists, max_leaves=8), max_size=4))
 def test_cut_info_is_json(info):
-    json.loads(json.dumps(cut_info(info), allow_nan=False))
+    assert isinstance(json.loads(json.dumps(cut_info(info), allow_nan=False)), dict)

@@ -41,7 +41,6 @@ from dynrl.rollout.events import (
     Warn,
 )  # fmt: skip
 from dynrl.rollout.ledger import Phase
-from dynrl.types import Outcome
 
 
 class RunError(RuntimeError):
@@ -174,7 +173,7 @@ class Loop:
             commands += answer
         for command in commands:
             if isinstance(command, Free):
-                self.parts.statistics.freed(self.parts.buffer.record(t) for t in command.tickets)
+                self.parts.statistics.freed(self.parts.buffer.records(command.tickets))
                 self.parts.buffer.free(command.tickets)
         return [c for c in commands if not isinstance(c, Free)]
 
@@ -186,25 +185,19 @@ class Loop:
     def _produce(self) -> list[Command]:
         """Selector -> sampler -> reward -> group filter -> buffer; the selector learns of every judged group."""
         events = self.parts.producer.poll()
-        judged = self.parts.producer.take_judged()
-        self.parts.statistics.judged(judged)
-        for j in judged:
-            values = j.metric[j.live]
-            mean = float(values.mean()) if len(values) else float("nan")
-            positive = int((values > 0).sum())
-            outcome = Outcome(
-                j.ticket.task_id, j.ticket.visit, j.verdict, len(values), positive, mean, j.ticket.version
-            )
-            self.parts.selector.observe(outcome)
+        for judged in self.parts.producer.take_judged():
+            self.parts.statistics.judged(judged)
+            for outcome in judged.outcomes():
+                self.parts.selector.observe(outcome)
         return self._advance(*events)
 
     def _train_step(self, tickets: tuple[int, ...]) -> list[Command]:
         """Buffer -> batch -> train step -> weights to the sampler -> row, evaluation, checkpoint."""
         self._await_weights()  # a step that surplus fills follows the step before at once
         parts, step, version = self.parts, self.controller.step, self.controller.version
-        surplus = self.controller.ledger.levels[Phase.READY] - len(tickets)
+        surplus = self.controller.ledger.level(Phase.READY) - len(tickets)
         num_rounds = self.controller.schedule.num_rounds
-        parts.statistics.trained((parts.buffer.record(t) for t in tickets), step, version)
+        parts.statistics.trained(parts.buffer.records(tickets), step, version)
         self._training_since = time.perf_counter()
         parts.state, metrics = parts.train_step(parts.state, parts.buffer.take(tickets))
         parts.buffer.free(tickets)

@@ -109,8 +109,7 @@ class Scores(NamedTuple):
     statuses: tuple[Status, ...]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a selector learns from one judged group, kept or not."""
 
     task_id: int

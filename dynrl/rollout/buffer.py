@@ -6,6 +6,7 @@ own is full, and only `take` moves rows, to balance the batch: by a reduce-scatt
 buffer never crosses a link. Integer and float rows alike move as bits: what was judged is what is trained.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +19,18 @@ from jax.sharding import Mesh, PartitionSpec
 from dynrl.core import scatter_rows
 from dynrl.models import sharding
 from dynrl.types import Array, Groups, Payload, TrainBatch
+
+RECORD = np.dtype(
+    [
+        ("score", float),  # sum over live rollouts, as are metric and length
+        ("metric", float),
+        ("length", int),
+        ("live", int),  # rollouts
+        ("tokens", int),  # of all rollouts
+        ("step", int),  # being filled at dispatch
+        ("version", int),  # at dispatch
+    ]
+)  # what the host keeps of a group, for the metrics of the batch that will hold it
 
 
 class Stored(NamedTuple):
@@ -99,7 +112,7 @@ class GroupBuffer:
         self._batch_size = batch_size
         self._rows, self._whole = sharding.rows(mesh), sharding.replicated(mesh)
         self._slots: dict[int, int] = {}
-        self._records: dict[int, dict[str, Any]] = {}
+        self._records = np.zeros(self.capacity, RECORD)
         c, g, length, t = self.capacity, num_samples, max_prompt_tokens, max_completion_tokens
         zeros = partial(np.zeros, dtype=np.int32)
         payload = Payload(
@@ -123,25 +136,32 @@ class GroupBuffer:
             new, slot = _unpack(payload, host)
             return _store(buffer, _exchange(new, source), slot)
 
+        # Host arrays go straight into the programs, replicated: placing each first would cost as much as the call.
         put = smap(put_own, in_specs=(rows, rows, rows), out_specs=rows)
-        self._put_own = jax.jit(put, donate_argnums=0, out_shardings=self._rows)
+        shardings = (self._rows, self._rows, self._whole)
+        self._put_own = jax.jit(put, donate_argnums=0, in_shardings=shardings, out_shardings=self._rows)
         put = smap(put_spilled, in_specs=(rows, rows, rows, whole), out_specs=rows)
-        self._put_spilled = jax.jit(put, donate_argnums=0, out_shardings=self._rows)
-        take = smap(_exchange, in_specs=(rows, whole), out_specs=rows)
-        self._take = jax.jit(take, out_shardings=self._rows)
+        shardings = (*shardings, self._whole)
+        self._put_spilled = jax.jit(put, donate_argnums=0, in_shardings=shardings, out_shardings=self._rows)
+        exchange = smap(_exchange, in_specs=(rows, whole), out_specs=rows)
+
+        def take(buffer: Stored, source: Array) -> TrainBatch:
+            stored = exchange(buffer, source)
+            return TrainBatch(stored.payload, stored.rewards, stored.live, source >= 0)
+
+        self._take = jax.jit(take, in_shardings=(self._rows, self._whole), out_shardings=self._rows)
 
     @property
     def tickets(self) -> list[int]:
         """Tickets stored, in no order that matters."""
         return list(self._slots)
 
-    def record(self, ticket: int) -> Mapping[str, Any]:
-        """The host record that was stored with a group."""
-        return self._records[ticket]
+    def records(self, tickets: Sequence[int]) -> np.ndarray:
+        """The host records that were stored with these groups, of dtype RECORD."""
+        return self._records[[self._slots[t] for t in tickets]]
 
     def put(
-        self, groups: Groups, rewards_PG: np.ndarray, live_PG: np.ndarray, keep_P: np.ndarray,
-        records: Mapping[int, dict[str, Any]],
+        self, groups: Groups, rewards_PG: np.ndarray, live_PG: np.ndarray, keep_P: np.ndarray, records_P: np.ndarray
     ) -> None:  # fmt: skip
         """Stores the kept groups. All arguments are the same on every process.
 
@@ -150,7 +170,7 @@ class GroupBuffer:
           rewards_PG: float32, the configured metric.
           live_PG: bool.
           keep_P: which rows to store.
-          records: JSON-able host record by ticket.
+          records_P: of dtype RECORD.
 
         Raises:
           ValueError: when they do not fit, or a ticket is stored already; nothing is stored then.
@@ -160,13 +180,13 @@ class GroupBuffer:
             free = self.capacity - len(self._slots)
             raise ValueError(f"{len(kept)} groups do not fit into the {free} free of {self.capacity} slots")
         tickets = groups.tickets_P[kept].tolist()
-        for i, ticket in enumerate(tickets):
-            if ticket in self._slots or ticket in tickets[:i]:
-                raise ValueError(f"ticket {ticket} is in the buffer already")
+        twice = [t for t, times in Counter(tickets).items() if times > 1 or t in self._slots]
+        if twice:
+            raise ValueError(f"ticket {twice[0]} is in the buffer already")
         left = kept.tolist()
         while left:
             left = self._put_pass(groups, rewards_PG, live_PG, left)
-        self._records.update({ticket: records[ticket] for ticket in tickets})
+        self._records[[self._slots[t] for t in tickets]] = records_P[kept]
 
     def _put_pass(self, groups: Groups, rewards_PG: np.ndarray, live_PG: np.ndarray, rows: list[int]) -> list[int]:
         """Stores what one program can, in a row's own shard where that has room. Returns the rows that are left."""
@@ -191,10 +211,9 @@ class GroupBuffer:
                 left.append(i)
             else:
                 place_row(i, at)
-        host = sharding.place(_pack(rewards_PG, live_PG, np.array(slot_P, np.int32)), self._rows)
+        host = _pack(rewards_PG, live_PG, np.array(slot_P, np.int32))
         if homeless:
-            source = sharding.place(np.array(source_P, np.int32), self._whole)
-            self.arrays = self._put_spilled(self.arrays, groups.payload, host, source)
+            self.arrays = self._put_spilled(self.arrays, groups.payload, host, np.array(source_P, np.int32))
         else:
             self.arrays = self._put_own(self.arrays, groups.payload, host)
         return left
@@ -214,31 +233,27 @@ class GroupBuffer:
             raise ValueError(f"{len(tickets)} tickets for a batch of {self._batch_size} groups")
         source = np.full(self._batch_size, -1, np.int32)
         source[: len(tickets)] = [self._slots[t] for t in tickets]
-        stored = self._take(self.arrays, sharding.place(source, self._whole))
-        real = sharding.place(source >= 0, self._rows)
-        return TrainBatch(stored.payload, stored.rewards, stored.live, real)
+        return self._take(self.arrays, source)
 
     def free(self, tickets: Sequence[int]) -> None:
         """Gives the slots of these groups back. Raises KeyError for a ticket that is not stored."""
         for ticket in tickets:
-            del self._slots[ticket], self._records[ticket]
+            del self._slots[ticket]
 
     def warm_up(self, groups: Groups) -> TrainBatch:
         """Compiles everything: stores nothing of `groups`, and returns a batch of filler rows."""
         p = len(groups.tickets_P)
         g = self.arrays.rewards.shape[1]
         nowhere = np.full(p, self.capacity, np.int32)
-        packed = _pack(np.zeros((p, g), np.float32), np.zeros((p, g), bool), nowhere)
-        host = sharding.place(packed, self._rows)
+        host = _pack(np.zeros((p, g), np.float32), np.zeros((p, g), bool), nowhere)
         self.arrays = self._put_own(self.arrays, groups.payload, host)
         if self._shards > 1:  # a single shard never spills
-            source = sharding.place(np.full(p, -1, np.int32), self._whole)
-            self.arrays = self._put_spilled(self.arrays, groups.payload, host, source)
+            self.arrays = self._put_spilled(self.arrays, groups.payload, host, np.full(p, -1, np.int32))
         return self.take([])
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; the arrays are apart, in `arrays`."""
-        groups = [[t, slot, self._records[t]] for t, slot in self._slots.items()]
+        groups = [[t, slot, self._records[slot].tolist()] for t, slot in self._slots.items()]
         return {"capacity": self.capacity, "groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any], arrays: Stored) -> None:
@@ -247,4 +262,5 @@ class GroupBuffer:
             raise ValueError(f"the checkpoint's buffer holds {state['capacity']} groups, this run's {self.capacity}")
         self.arrays = arrays
         self._slots = {t: slot for t, slot, _ in state["groups"]}
-        self._records = {t: record for t, _, record in state["groups"]}
+        for _, slot, record in state["groups"]:
+            self._records[slot] = tuple(record)

@@ -17,8 +17,8 @@ from dynrl.rollout.events import (
     Draw,
     Event,
     Free,
-    GroupGenerated,
-    GroupJudged,
+    GroupsGenerated,
+    GroupsJudged,
     Resumed,
     StepTrained,
     Stop,
@@ -106,9 +106,9 @@ def apply(state: ControllerState, event: Event) -> tuple[ControllerState, list[C
     match event:
         case TasksDrawn():
             commands += _drawn(state, event)
-        case GroupGenerated():
-            state.ledger.move(event.ticket, Phase.JUDGING)
-        case GroupJudged():
+        case GroupsGenerated():
+            state.ledger.move(event.tickets, Phase.JUDGING)
+        case GroupsJudged():
             commands += _judged(state, event)
         case StepTrained():
             commands += _trained(state, event)
@@ -125,9 +125,7 @@ def apply(state: ControllerState, event: Event) -> tuple[ControllerState, list[C
 def _resumed(state: ControllerState) -> list[Command]:
     """Forgets commands whose answer never came, which are decided again, and resubmits what was under way."""
     state.awaiting, state.training = "", ()
-    under_way = tuple(t for t in state.ledger.open.values() if t.phase is not Phase.READY)
-    for ticket in under_way:
-        state.ledger.restart(ticket.ticket)
+    under_way = tuple(state.ledger.restart())
     return [Dispatch(under_way)] if under_way else []
 
 
@@ -146,24 +144,26 @@ def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:
     return [Dispatch(tickets)]
 
 
-def _judged(state: ControllerState, event: GroupJudged) -> list[Command]:
-    ledger, budget = state.ledger, state.config.rollout_failure
-    state.verdicts[event.verdict] += 1
-    state.patterns[event.pattern] += 1
-    state.schedule.on_end(event.verdict)
-    state.failed_in_row = state.failed_in_row + 1 if event.verdict is Verdict.FAILED else 0
-    match event.verdict:
-        case Verdict.KEPT:
-            ledger.move(event.ticket, Phase.READY)
-        case Verdict.FILTERED:
-            ledger.end(event.ticket, dropped=Dropped.FILTERED)
-        case Verdict.STALE:
-            ledger.end(event.ticket, dropped=Dropped.STALE)
-        case Verdict.FAILED:
-            ledger.end(event.ticket, failed=True)
+def _judged(state: ControllerState, event: GroupsJudged) -> list[Command]:
+    ledger, budget, longest_run = state.ledger, state.config.rollout_failure, 0
+    state.verdicts.update([j.verdict for j in event.judgements])
+    state.patterns.update([j.pattern for j in event.judgements])
+    ended: dict[Verdict, list[int]] = {verdict: [] for verdict in Verdict}
+    for ticket, verdict, _ in event.judgements:
+        ended[verdict].append(ticket)
+        if verdict is Verdict.FAILED:
+            state.failed_in_row += 1
+            longest_run = max(longest_run, state.failed_in_row)
+        else:
+            state.failed_in_row = 0
+    state.schedule.on_end([j.verdict for j in event.judgements])
+    ledger.move(ended[Verdict.KEPT], Phase.READY)
+    ledger.end(ended[Verdict.FILTERED], dropped=Dropped.FILTERED)
+    ledger.end(ended[Verdict.STALE], dropped=Dropped.STALE)
+    ledger.end(ended[Verdict.FAILED], failed=True)
     for used, limit, key in (
         (ledger.failed, budget.max_skipped_prompts, "max_skipped_prompts"),
-        (state.failed_in_row, budget.max_consecutive_dropped_prompts, "max_consecutive_dropped_prompts"),
+        (longest_run, budget.max_consecutive_dropped_prompts, "max_consecutive_dropped_prompts"),
     ):
         if used > limit:
             why = f"{used} groups failed, more than rollout_failure.{key} = {limit}; {_counts(state)}"
@@ -174,8 +174,7 @@ def _judged(state: ControllerState, event: GroupJudged) -> list[Command]:
 def _trained(state: ControllerState, event: StepTrained) -> list[Command]:
     if state.awaiting != "train":
         raise ValueError("a step was trained, but no Train is outstanding")
-    for number in state.training:
-        state.ledger.end(number)
+    state.ledger.end(state.training)
     state.awaiting, state.training = "", ()
     state.step += 1
     state.version = event.version
@@ -190,12 +189,11 @@ def _next_step(state: ControllerState) -> list[Command]:
     state.patterns.clear()
     if state.config.dynamic_sampling.surplus == "carry":
         return []
-    return _drop(state, [t.ticket for t in state.ledger.ready()], Dropped.SURPLUS)
+    return _drop(state, [t.ticket for t in state.ledger.in_order(Phase.READY)], Dropped.SURPLUS)
 
 
 def _drop(state: ControllerState, tickets: Sequence[int], reason: Dropped) -> list[Command]:
-    for number in tickets:
-        state.ledger.end(number, dropped=reason)
+    state.ledger.end(tickets, dropped=reason)
     return [Free(tuple(tickets))] if tickets else []
 
 
@@ -225,7 +223,7 @@ def _train(state: ControllerState, tickets: Sequence[int], note: str = "") -> li
 
 
 def _end_of_data(state: ControllerState) -> list[Command]:
-    ready = [t.ticket for t in state.ledger.ready()]
+    ready = [t.ticket for t in state.ledger.in_order(Phase.READY)]
     made = f"the data ended after {state.step} of {state.config.num_steps} steps"
     if state.config.dynamic_sampling.on_data_end == "short" and ready:
         return _train(state, ready, f"short step: the data ended with {len(ready)} of {state.batch_size} groups ready")
@@ -237,7 +235,7 @@ def _end_of_data(state: ControllerState) -> list[Command]:
 
 def _end_of_budget(state: ControllerState, exhausted: Exhausted) -> list[Command]:
     config = state.config.dynamic_sampling
-    ready = [t.ticket for t in state.ledger.ready()]
+    ready = [t.ticket for t in state.ledger.in_order(Phase.READY)]
     have = f"step {state.step} has {len(ready)} of {state.batch_size} groups: {exhausted.why}; {_counts(state)}"
     if config.on_exhausted == "raise":
         short = "dynamic_sampling.on_exhausted = 'short' trains on what was kept; " if ready else ""

@@ -1,6 +1,7 @@
 """What the controller is told, and what it answers. Plain records: an event holds everything its handling needs."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dynrl.rollout.ledger import Ticket
 from dynrl.types import Verdict
@@ -15,19 +16,25 @@ class TasksDrawn:
 
 
 @dataclass(frozen=True)
-class GroupGenerated:
-    """The sampler has finished a group; the verifiers have it."""
+class GroupsGenerated:
+    """The sampler has finished these groups; the verifiers have them."""
 
-    ticket: int
+    tickets: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class GroupJudged:
-    """A group has its verdict. `pattern` is mixed, all_pass, all_fail or uniform, for messages."""
+class Judgement(NamedTuple):
+    """A group's verdict. `pattern` is mixed, all_pass, all_fail or uniform, for messages."""
 
     ticket: int
     verdict: Verdict
     pattern: str
+
+
+@dataclass(frozen=True)
+class GroupsJudged:
+    """These groups, of one sync point, have their verdicts. They are booked in this order, then it is decided once."""
+
+    judgements: tuple[Judgement, ...]
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Resumed:
     """The state is new or was restored: work begins, and what was under way is dispatched again."""
 
 
-Event = TasksDrawn | GroupGenerated | GroupJudged | StepTrained | StopRequested | Resumed
+Event = TasksDrawn | GroupsGenerated | GroupsJudged | StepTrained | StopRequested | Resumed
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,20 @@ from dynrl.config import DynamicSamplingConfig
 from dynrl.core import GroupStats, group_advantages, group_stats, has_signal, make_filter
 from dynrl.types import Array, Verdict
 
-_PATTERNS = ("mixed", "all_pass", "all_fail", "uniform")
+_PATTERNS = np.array(["mixed", "all_pass", "all_fail", "uniform"], object)
+_VERDICTS = np.array([Verdict.FILTERED, Verdict.KEPT, Verdict.FAILED], object)
 
 
 class Judged(NamedTuple):
     """Verdicts and statistics of P groups, NumPy [P] each; rows that are not valid hold anything."""
 
-    verdict_P: list[Verdict]
-    pattern_P: list[str]  # mixed, all_pass, all_fail or uniform
+    verdict_P: np.ndarray  # of Verdict
+    pattern_P: np.ndarray  # of str: mixed, all_pass, all_fail or uniform
     stats: GroupStats
+
+    def rows(self, rows_P: np.ndarray) -> "Judged":
+        """The groups of a mask."""
+        return Judged(self.verdict_P[rows_P], self.pattern_P[rows_P], GroupStats(*(x[rows_P] for x in self.stats)))
 
 
 class Judge:
@@ -89,13 +94,9 @@ class Judge:
         filter_P, teaches_P, signal_P, stats = self._program(rewards_PG, live_PG, trainable_PG)
         keep_P = filter_P & host_keep_P & teaches_P
         failed_P = stats.count < self._min_live
-        verdicts = [
-            Verdict.FAILED if failed else Verdict.KEPT if keep else Verdict.FILTERED
-            for failed, keep in zip(failed_P.tolist(), keep_P.tolist(), strict=True)
-        ]
+        verdict_P = _VERDICTS[np.where(failed_P, 2, keep_P)]
         uniform_P = np.where(stats.min > 0, 1, np.where(stats.max <= 0, 2, 3))
-        patterns = [_PATTERNS[i] for i in np.where(signal_P, 0, uniform_P).tolist()]
-        return Judged(verdicts, patterns, stats)
+        return Judged(verdict_P, _PATTERNS[np.where(signal_P, 0, uniform_P)], stats)
 
     def warm_up(self, num_groups: int, num_samples: int) -> None:
         """Compiles."""

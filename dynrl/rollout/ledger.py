@@ -7,10 +7,9 @@ A ticket is one dispatched group. Only open tickets are held; ended ones are cou
 """
 
 import enum
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 
 class Phase(enum.StrEnum):
@@ -19,9 +18,6 @@ class Phase(enum.StrEnum):
     IN_FLIGHT = "in_flight"
     JUDGING = "judging"
     READY = "ready"
-
-
-_ORDER = {phase: i for i, phase in enumerate(Phase)}
 
 
 class Dropped(enum.StrEnum):
@@ -34,8 +30,7 @@ class Dropped(enum.StrEnum):
     SURPLUS = "surplus"
 
 
-@dataclass
-class Ticket:
+class Ticket(NamedTuple):
     """One dispatched group.
 
     Attributes:
@@ -45,7 +40,6 @@ class Ticket:
       version: the policy version at dispatch.
       step: the step being filled at dispatch.
       replacement_index: 0 for a first attempt, one more along each replacement.
-      phase: where it is.
     """
 
     ticket: int
@@ -54,78 +48,74 @@ class Ticket:
     version: int
     step: int
     replacement_index: int
-    phase: Phase = Phase.IN_FLIGHT
 
 
 @dataclass
 class Ledger:
-    """Open tickets in dispatch order, and run totals of ended ones."""
+    """Open tickets by phase, and run totals of ended ones."""
 
     next_ticket: int = 0
     trained: int = 0
     failed: int = 0
     dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, Dropped), 0))
-    open: dict[int, Ticket] = field(default_factory=dict)
-    levels: Counter[str] = field(default_factory=Counter)  # open tickets per phase
+    open: dict[Phase, dict[int, Ticket]] = field(default_factory=lambda: {phase: {} for phase in Phase})
 
     @property
     def dispatched(self) -> int:
         """Tickets ever opened."""
         return self.next_ticket
 
+    def level(self, phase: Phase) -> int:
+        """How many open tickets are in a phase."""
+        return len(self.open[phase])
+
     def dispatch(self, task_id: int, visit: int, version: int, step: int, replacement_index: int) -> Ticket:
         """Opens a ticket."""
         ticket = Ticket(self.next_ticket, task_id, visit, version, step, replacement_index)
         self.next_ticket += 1
-        self.open[ticket.ticket] = ticket
-        self.levels[ticket.phase] += 1
+        self.open[Phase.IN_FLIGHT][ticket.ticket] = ticket
         return ticket
 
-    def move(self, number: int, phase: Phase) -> None:
-        """Moves an open ticket to a later phase. Raises ValueError for one that is not open or not before it."""
-        ticket = self._get(number)
-        if _ORDER[phase] <= _ORDER[ticket.phase]:
-            raise ValueError(f"ticket {number} is {ticket.phase}: it cannot become {phase}")
-        self.levels[ticket.phase] -= 1
-        self.levels[phase] += 1
-        ticket.phase = phase
+    def move(self, numbers: Iterable[int], phase: Phase) -> None:
+        """Moves open tickets to a later phase. Raises ValueError for one that is not open or not before it."""
+        earlier = [tickets for p, tickets in self.open.items() if _ORDER[p] < _ORDER[phase]]
+        target = self.open[phase]
+        for number in numbers:
+            for tickets in earlier:
+                if number in tickets:
+                    target[number] = tickets.pop(number)
+                    break
+            else:
+                raise ValueError(f"ticket {number} is {self._phase(number)}: it cannot become {phase}")
 
-    def restart(self, number: int) -> None:
-        """Puts an open ticket back in flight: the process that had it is gone."""
-        ticket = self._get(number)
-        self.levels[ticket.phase] -= 1
-        self.levels[Phase.IN_FLIGHT] += 1
-        ticket.phase = Phase.IN_FLIGHT
+    def restart(self) -> list[Ticket]:
+        """Puts what was being judged back in flight, since the process that had it is gone; all that is in flight."""
+        self.open[Phase.IN_FLIGHT] |= self.open[Phase.JUDGING]
+        self.open[Phase.JUDGING].clear()
+        return self.in_order(Phase.IN_FLIGHT)
 
-    def end(self, number: int, *, dropped: Dropped | None = None, failed: bool = False) -> Ticket:
-        """Closes a ticket: dropped for a reason, failed, or else trained, which only a ready one can be."""
-        ticket = self._get(number)
-        if dropped is None and not failed and ticket.phase is not Phase.READY:
-            raise ValueError(f"ticket {number} is {ticket.phase}: only a ready group can be trained")
-        del self.open[number]
-        self.levels[ticket.phase] -= 1
-        if dropped is not None:
-            self.dropped[dropped] += 1
-        elif failed:
-            self.failed += 1
-        else:
-            self.trained += 1
-        return ticket
+    def end(self, numbers: Iterable[int], *, dropped: Dropped | None = None, failed: bool = False) -> None:
+        """Closes tickets: dropped for a reason, failed, or else trained, which only a ready one can be."""
+        trained = dropped is None and not failed
+        for number in numbers:
+            phase = self._phase(number)
+            if trained and phase is not Phase.READY:
+                raise ValueError(f"ticket {number} is {phase}: only a ready group can be trained")
+            del self.open[phase][number]
+            self.trained += trained
+            self.failed += failed
+            if dropped is not None:
+                self.dropped[dropped] += 1
 
-    def ready(self) -> Iterator[Ticket]:
-        """Ready tickets in dispatch order."""
-        return (t for t in self.open.values() if t.phase is Phase.READY)
+    def in_order(self, phase: Phase) -> list[Ticket]:
+        """The open tickets of a phase in dispatch order."""
+        return sorted(self.open[phase].values())
 
     def check(self) -> None:
         """Raises AssertionError when a ticket was lost or counted twice."""
-        ended = self.trained + self.failed + sum(self.dropped.values())
-        levels = sum(self.levels.values())
-        if (
-            self.dispatched != ended + len(self.open)
-            or levels != len(self.open)
-            or min(self.levels.values(), default=0) < 0
-        ):
-            raise AssertionError(f"the ledger does not balance: {self.totals()}, {len(self.open)} open tickets")
+        num_open = sum(map(len, self.open.values()))
+        if self.dispatched != self.trained + self.failed + sum(self.dropped.values()) + num_open:
+            raise AssertionError(f"the ledger does not balance: {self.totals()}, {num_open} open tickets")
 
     def totals(self) -> dict[str, Any]:
         """Counts for metrics and messages."""
@@ -134,7 +124,7 @@ class Ledger:
             "trained": self.trained,
             "failed": self.failed,
             "dropped": dict(self.dropped),
-            **{phase: self.levels[phase] for phase in map(str, Phase)},
+            **{str(phase): len(tickets) for phase, tickets in self.open.items()},
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,20 +134,22 @@ class Ledger:
             "trained": self.trained,
             "failed": self.failed,
             "dropped": dict(self.dropped),
-            "open": [asdict(t) for t in self.open.values()],
+            "open": {str(phase): [list(t) for t in self.in_order(phase)] for phase in Phase},
         }
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Ledger":
         """The inverse of `state_dict`."""
-        tickets = [Ticket(**{**t, "phase": Phase(t["phase"])}) for t in state["open"]]
-        ledger = cls(state["next_ticket"], state["trained"], state["failed"], dict(state["dropped"]))
-        ledger.open = {t.ticket: t for t in tickets}
-        ledger.levels = Counter(str(t.phase) for t in tickets)
+        tickets = {phase: {t[0]: Ticket(*t) for t in state["open"][phase]} for phase in Phase}
+        ledger = cls(state["next_ticket"], state["trained"], state["failed"], dict(state["dropped"]), tickets)
         ledger.check()
         return ledger
 
-    def _get(self, number: int) -> Ticket:
-        if number not in self.open:
-            raise ValueError(f"ticket {number} is not open: it never was, or it has ended already")
-        return self.open[number]
+    def _phase(self, number: int) -> Phase:
+        for phase, tickets in self.open.items():
+            if number in tickets:
+                return phase
+        raise ValueError(f"ticket {number} is not open: it never was, or it has ended already")
+
+
+_ORDER = {phase: i for i, phase in enumerate(Phase)}

@@ -1,28 +1,41 @@
-"""The producer of lock-step rounds: dispatched groups in, `GroupJudged` events out, kept payloads into the buffer.
+"""The producer of lock-step rounds: dispatched groups in, `GroupsJudged` events out, kept payloads into the buffer.
 
 Verification overlaps with generation: groups go to the verifiers as the sampler hands them over, while it decodes
 the next batch. Nothing is decided before the whole round is judged: that is the logical sync point (law 4), where
 the records of all processes are gathered and every process takes the same events, in ticket order.
 """
 
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from dynrl.config import RunConfig
 from dynrl.models.tokenizer import Tokenizer
-from dynrl.rollout.buffer import GroupBuffer
-from dynrl.rollout.events import GroupGenerated, GroupJudged
-from dynrl.rollout.judge import Judge
+from dynrl.rollout.buffer import RECORD, GroupBuffer
+from dynrl.rollout.events import GroupsGenerated, GroupsJudged, Judgement
+from dynrl.rollout.judge import Judge, Judged
 from dynrl.rollout.ledger import Ticket
 from dynrl.tasks.rewards import metric_value
 from dynrl.tasks.store import FrozenTasks, TaskStore
 from dynrl.tasks.verifiers import Verifiers
-from dynrl.types import Finish, Groups, Purpose, Request, Sampler, SamplingParams, Scores, Status, Task, Verdict
+from dynrl.types import (
+    Finish,
+    Groups,
+    Outcome,
+    Purpose,
+    Request,
+    Sampler,
+    SamplingParams,
+    Scores,
+    Status,
+    Task,
+    Verdict,
+)
 
 STATUSES = tuple(Status)
 _STATUS_INDEX = {status: i for i, status in enumerate(STATUSES)}
@@ -44,21 +57,39 @@ class Records(NamedTuple):
         """Bool [P, G]."""
         return _LIVE_STATUS[self.status]
 
+    def rows(self, rows_P: np.ndarray) -> "Records":
+        """The groups of a mask."""
+        return Records(*(x[rows_P] for x in self))
+
 
 @dataclass(frozen=True)
-class JudgedGroup:
-    """One group with everything that metrics and selectors want to know of it."""
+class JudgedGroups:
+    """N judged groups with everything that metrics and selectors want to know of them.
 
-    ticket: Ticket
-    verdict: Verdict
-    pattern: str
-    score: np.ndarray  # [G]
-    metric: np.ndarray
-    live: np.ndarray
-    status: np.ndarray
-    length: np.ndarray
-    finish: np.ndarray
-    spread: float
+    Attributes:
+      tickets: theirs.
+      judged: verdicts and statistics.
+      records: scores, lengths and how each rollout ended, [N, G].
+    """
+
+    tickets: list[Ticket]
+    judged: Judged
+    records: Records
+
+    def judgements(self) -> list[Judgement]:
+        """What the controller is told."""
+        rows = zip(self.tickets, self.judged.verdict_P.tolist(), self.judged.pattern_P.tolist(), strict=True)
+        return [Judgement(t.ticket, verdict, pattern) for t, verdict, pattern in rows]
+
+    def outcomes(self) -> list[Outcome]:
+        """What the selector is told."""
+        stats = self.judged.stats
+        mean_N = np.where(stats.count > 0, stats.mean, np.nan)
+        columns = [x.tolist() for x in (self.judged.verdict_P, stats.count, stats.positives, mean_N)]
+        return [
+            Outcome(t.task_id, t.visit, verdict, count, positives, mean, t.version)
+            for t, verdict, count, positives, mean in zip(self.tickets, *columns, strict=True)
+        ]
 
 
 def gather(records: Records, owned_P: np.ndarray) -> Records:
@@ -141,7 +172,7 @@ class RoundsProducer:
         self._tasks: dict[int, Task] = {}
         self._handed_over: list[Groups] = []
         self._scores: dict[int, Scores] = {}
-        self._judged: list[JudgedGroup] = []
+        self._judged: list[JudgedGroups] = []
         self.secs = {"sampler": 0.0, "reward": 0.0, "backfill": 0.0}  # by phase, since `take_secs`
 
     @property
@@ -149,7 +180,7 @@ class RoundsProducer:
         """Whether a round is running."""
         return bool(self._tickets)
 
-    def take_judged(self) -> list[JudgedGroup]:
+    def take_judged(self) -> list[JudgedGroups]:
         """The groups judged since the last call, for metrics and the selector."""
         judged, self._judged = self._judged, []
         return judged
@@ -171,18 +202,18 @@ class RoundsProducer:
         self._tickets = {t.ticket: t for t in tickets}
         self._tasks = {t.ticket: task for t, task in zip(tickets, tasks, strict=True)}
 
-    def poll(self) -> list[GroupGenerated | GroupJudged]:
+    def poll(self) -> list[GroupsGenerated | GroupsJudged]:
         """One chunk of decoding, or a wait for verifiers; the round's events once all of it is judged."""
         begin = time.perf_counter()
         if self._sampler.num_in_flight:
             groups = self._sampler.poll()
             self.secs["sampler"] += time.perf_counter() - begin
             begin = time.perf_counter()
-            events: list[GroupGenerated | GroupJudged] = []
+            events: list[GroupsGenerated | GroupsJudged] = []
             if groups is not None:
                 self._handed_over.append(groups)
                 submit_for_judgement(groups, self._tasks, self._tokenizer, self._verifiers)
-                events = [GroupGenerated(int(t)) for t in groups.tickets_P[groups.valid_P]]
+                events = [GroupsGenerated(tuple(groups.tickets_P[groups.valid_P].tolist()))]
             self._collect(self._verifiers.poll())
             self.secs["reward"] += time.perf_counter() - begin
             return events
@@ -197,19 +228,15 @@ class RoundsProducer:
     def _collect(self, scores: Iterable[Scores]) -> None:
         self._scores.update((s.ticket, s) for s in scores)
 
-    def _close_round(self) -> list[GroupGenerated | GroupJudged]:
+    def _close_round(self) -> list[GroupsGenerated | GroupsJudged]:
         """Gathers, judges, stores what is kept, and tells the controller in ticket order."""
-        judged: list[JudgedGroup] = []
-        for groups in self._handed_over:
-            judged += self._judge_groups(groups)
-        judged.sort(key=lambda j: j.ticket.ticket)
-        self._judged += judged
+        self._judged = [self._judge_groups(groups) for groups in self._handed_over]
         self._tickets, self._tasks, self._handed_over, self._scores = {}, {}, [], {}
-        return [GroupJudged(j.ticket.ticket, j.verdict, j.pattern) for j in judged]
+        judgements = itertools.chain.from_iterable(j.judgements() for j in self._judged)
+        return [GroupsJudged(tuple(sorted(judgements)))]
 
-    def _judge_groups(self, groups: Groups) -> list[JudgedGroup]:
-        ds = self._config.dynamic_sampling
-        own = records_of(groups, self._scores, ds.metric)
+    def _judge_groups(self, groups: Groups) -> JudgedGroups:
+        own = records_of(groups, self._scores, self._config.dynamic_sampling.metric)
         mine_P = groups.valid_P & groups.owned_P
         own = own._replace(host_keep=self._judge.host_mask(own.metric, own.live, mine_P)[:, None].astype(np.int32))
         r = gather(own, groups.owned_P)
@@ -217,38 +244,22 @@ class RoundsProducer:
         trainable_PG = r.length > 0
         if self._config.loss.overlong == "mask":
             trainable_PG &= r.finish != Finish.LENGTH
-        verdicts, patterns, stats = self._judge(r.metric, live_PG, trainable_PG, r.host_keep[:, 0] > 0)
-        tickets, spread = groups.tickets_P.tolist(), stats.spread.tolist()
-        valid = np.flatnonzero(groups.valid_P).tolist()
-        judged = [
-            JudgedGroup(
-                self._tickets[tickets[i]], verdicts[i], patterns[i], r.score[i], r.metric[i], live_PG[i], r.status[i],
-                r.length[i], r.finish[i], spread[i],
-            )
-            for i in valid
-        ]  # fmt: skip
-        kept = [i for i in valid if verdicts[i] is Verdict.KEPT]
-        if kept:
-            keep_P = np.zeros(len(tickets), bool)
-            keep_P[kept] = True
-            records = dict(
-                zip([tickets[i] for i in kept], self._buffer_records(r, live_PG, tickets, kept), strict=True)
-            )
-            self._buffer.put(groups, np.where(live_PG, r.metric, 0.0).astype(np.float32), live_PG, keep_P, records)
-        return judged
+        judged = self._judge(r.metric, live_PG, trainable_PG, r.host_keep[:, 0] > 0)
+        valid_P = groups.valid_P
+        keep_P = (judged.verdict_P == Verdict.KEPT) & valid_P
+        tickets = [self._tickets[t] for t in groups.tickets_P[valid_P].tolist()]
+        if keep_P.any():
+            records_P = np.zeros(len(valid_P), RECORD)
+            records_P[valid_P] = _buffer_records(r.rows(valid_P), tickets)
+            self._buffer.put(groups, np.where(live_PG, r.metric, 0.0).astype(np.float32), live_PG, keep_P, records_P)
+        return JudgedGroups(tickets, judged.rows(valid_P), r.rows(valid_P))
 
-    def _buffer_records(
-        self, r: Records, live_PG: np.ndarray, tickets: list[int], kept: list[int]
-    ) -> Iterator[dict[str, Any]]:
-        """What the metrics of the `trained` population need, kept beside the payload."""
-        live = live_PG[kept]
-        columns = {
-            "score": np.where(live, r.score[kept], 0).sum(1).tolist(),
-            "metric": np.where(live, r.metric[kept], 0).sum(1).tolist(),
-            "length": np.where(live, r.length[kept], 0).sum(1).tolist(),
-            "tokens": r.length[kept].sum(1).tolist(),
-            "live": live.sum(1).tolist(),
-            "step": [self._tickets[tickets[i]].step for i in kept],
-            "version": [self._tickets[tickets[i]].version for i in kept],
-        }
-        return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+
+def _buffer_records(records: Records, tickets: Sequence[Ticket]) -> np.ndarray:
+    """What the metrics of the `trained` population need, kept beside the payload."""
+    live_NG, out = records.live, np.zeros(len(tickets), RECORD)
+    for name in ("score", "metric", "length"):
+        out[name] = np.where(live_NG, getattr(records, name), 0).sum(1)
+    out["live"], out["tokens"] = live_NG.sum(1), records.length.sum(1)
+    out["step"], out["version"] = [t.step for t in tickets], [t.version for t in tickets]
+    return out

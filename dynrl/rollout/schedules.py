@@ -5,6 +5,7 @@ controller books what follows, so that a schedule cannot leak a group.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -70,8 +71,8 @@ class Schedule(Protocol):
         """`num` groups were dispatched."""
         ...
 
-    def on_end(self, verdict: Verdict) -> None:
-        """A group was judged."""
+    def on_end(self, verdicts: Sequence[Verdict]) -> None:
+        """Groups were judged, in this order."""
         ...
 
     def on_step(self) -> None:
@@ -97,6 +98,10 @@ class Schedule(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse."""
         ...
+
+
+def _round_runs(view: View) -> bool:
+    return bool(view.ledger.level(Phase.IN_FLIGHT) or view.ledger.level(Phase.JUDGING))
 
 
 @dataclass
@@ -139,9 +144,8 @@ class Rounds:
 
     def admit(self, view: View) -> int:
         """A round when everything dispatched has been judged and the step is not full; else 0."""
-        levels = view.ledger.levels
-        missing = view.batch_size - levels[Phase.READY]
-        if levels[Phase.IN_FLIGHT] or levels[Phase.JUDGING] or missing <= 0:
+        missing = view.batch_size - view.ledger.level(Phase.READY)
+        if _round_runs(view) or missing <= 0:
             return 0
         wanted = view.batch_size if self._config.refill == "full" else missing
         return math.ceil(wanted * self._config.oversample)
@@ -154,9 +158,13 @@ class Rounds:
         """Begins a round."""
         self._state.num_rounds += 1
 
-    def on_end(self, verdict: Verdict) -> None:
+    def on_end(self, verdicts: Sequence[Verdict]) -> None:
         """Counts groups that were not kept."""
-        self._state.not_kept_in_row = 0 if verdict is Verdict.KEPT else self._state.not_kept_in_row + 1
+        for i, verdict in enumerate(reversed(verdicts)):
+            if verdict is Verdict.KEPT:
+                self._state.not_kept_in_row = i
+                return
+        self._state.not_kept_in_row += len(verdicts)
 
     def on_step(self) -> None:
         """A new step has all its rounds again."""
@@ -164,19 +172,16 @@ class Rounds:
 
     def select(self, view: View) -> list[int] | None:
         """The B oldest ready groups, once the round is over and there are as many."""
-        levels = view.ledger.levels
-        if levels[Phase.IN_FLIGHT] or levels[Phase.JUDGING] or levels[Phase.READY] < view.batch_size:
+        if _round_runs(view) or view.ledger.level(Phase.READY) < view.batch_size:
             return None
-        ready = view.ledger.ready()
-        return [next(ready).ticket for _ in range(view.batch_size)]
+        return [t.ticket for t in view.ledger.in_order(Phase.READY)[: view.batch_size]]
 
     def evict(self, view: View) -> list[int]:
         """Carried groups older than `max_surplus_age_versions`; nothing changes while a round runs."""
-        levels = view.ledger.levels
-        if levels[Phase.IN_FLIGHT] or levels[Phase.JUDGING]:
+        if _round_runs(view):
             return []
         oldest = view.version - self._config.max_surplus_age_versions
-        return [t.ticket for t in view.ledger.ready() if t.version < oldest]
+        return [t.ticket for t in view.ledger.in_order(Phase.READY) if t.version < oldest]
 
     def exhausted(self, view: View) -> Exhausted | None:
         """The budget that forbids another round, with its key."""

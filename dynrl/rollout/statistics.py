@@ -2,14 +2,15 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from dynrl.metrics import Row, Sums
+from dynrl.rollout.judge import Judged
 from dynrl.rollout.ledger import Phase
-from dynrl.rollout.rounds import STATUSES, JudgedGroup
+from dynrl.rollout.rounds import STATUSES, JudgedGroups
 from dynrl.types import Finish, Verdict
 
 POPULATIONS = ("all", "kept", "trained", "first_attempt")
@@ -42,41 +43,35 @@ class RolloutStatistics:
         names = ["reward/score/{}/mean"]
         return names if self._metric == "score" else [*names, f"reward/{self._metric}/{{}}/mean"]
 
-    def judged(self, groups: Sequence[JudgedGroup]) -> None:
+    def judged(self, groups: JudgedGroups) -> None:
         """Counts finished groups, all at once: they are many, and small."""
-        if not groups:
-            return
-        kept_N = np.array([j.verdict is Verdict.KEPT for j in groups])
-        failed_N = np.array([j.verdict is Verdict.FAILED for j in groups])
-        first_N = np.array([j.ticket.replacement_index == 0 for j in groups])
-        live_NG, length_NG = np.stack([j.live for j in groups]), np.stack([j.length for j in groups])
-        metric_NG = np.stack([j.metric for j in groups])
-        score_NG = metric_NG if self._metric == "score" else np.stack([j.score for j in groups])
+        r, verdict_N = groups.records, groups.judged.verdict_P
+        kept_N, failed_N = verdict_N == Verdict.KEPT, verdict_N == Verdict.FAILED
+        first_N = np.array([t.replacement_index == 0 for t in groups.tickets], bool)
+        live_NG = r.live
         count_N = live_NG.sum(1)
-        sums_N = [np.where(live_NG, x, 0).sum(1) for x in (score_NG, metric_NG, length_NG)]
+        sums_N = [np.where(live_NG, x, 0).sum(1, dtype=np.float64) for x in (r.score, r.metric, r.length)]
         for population, rows in (("all", slice(None)), ("kept", kept_N), ("first_attempt", first_N)):
-            score, metric, length = (x[rows].sum(dtype=np.float64) for x in sums_N)
+            score, metric, length = (x[rows].sum() for x in sums_N)
             self._add(population, score, metric, length, count_N[rows].sum())
-        truncated_NG = live_NG & (np.stack([j.finish for j in groups]) == Finish.LENGTH)
+        truncated_NG = live_NG & (r.finish == Finish.LENGTH)
         self._sums.add("length/truncated_frac", truncated_NG.sum(), count_N.sum())
-        for status, count in enumerate(np.bincount(np.stack([j.status for j in groups]).ravel()).tolist()):
+        for status, count in enumerate(np.bincount(r.status.ravel()).tolist()):
             if count:
                 self._sums.count(f"reward/status/{STATUSES[status]}", count)
-        self._sums.count("backfill/wasted_tokens", length_NG[~kept_N].sum())
-        binary_N = (~live_NG | (metric_NG == 0) | (metric_NG == 1)).all(1)
-        self._filter(groups, kept_N, failed_N, np.where(binary_N, sums_N[1], -1))
+        self._sums.count("backfill/wasted_tokens", r.length[~kept_N].sum())
+        binary_N = (~live_NG | (r.metric == 0) | (r.metric == 1)).all(1)
+        self._filter(groups.judged, kept_N, failed_N, np.where(binary_N, sums_N[1], -1))
 
-    def _filter(
-        self, groups: Sequence[JudgedGroup], kept_N: np.ndarray, failed_N: np.ndarray, positives_N: np.ndarray
-    ) -> None:
+    def _filter(self, judged: Judged, kept_N: np.ndarray, failed_N: np.ndarray, positives_N: np.ndarray) -> None:
         """What the filter saw, of groups that did not fail; `positives_N` is -1 where rewards are not 0 or 1."""
-        patterns = [j.pattern for j, failed in zip(groups, failed_N.tolist(), strict=True) if not failed]
+        patterns = judged.pattern_P[~failed_N].tolist()
         num = len(patterns)
         self._sums.add("group_filter/kept_frac", kept_N.sum(), num)
         self._sums.add("group_filter/zero_variance_frac", num - patterns.count("mixed"), num)
         self._sums.add("group_filter/all_pass_frac", patterns.count("all_pass"), num)
         self._sums.add("group_filter/all_fail_frac", patterns.count("all_fail"), num)
-        bins = np.searchsorted(_SPREAD_EDGES, [j.spread for j in groups], side="left").tolist()
+        bins = np.searchsorted(_SPREAD_EDGES, judged.stats.spread, side="left").tolist()
         names = [
             f"spread_{_SPREAD_NAMES[spread]}" if positives < 0 else str(int(positives))
             for positives, spread in zip(positives_N.tolist(), bins, strict=True)
@@ -90,18 +85,16 @@ class RolloutStatistics:
             self._sums.add(name.format(population), value, num)
         self._sums.add(f"length/{population}/mean", length, num)
 
-    def trained(self, records: Iterable[Mapping[str, Any]], step: int, version: int) -> None:
-        """Counts the groups of a batch, by the records that were stored with them."""
-        records = list(records)
-        totals = {name: sum(r[name] for r in records) for name in ("score", "metric", "length", "live", "version")}
-        self._add("trained", totals["score"], totals["metric"], totals["length"], totals["live"])
-        self._sums.add("train_batch/staleness/mean", version * len(records) - totals["version"], len(records))
-        self._sums.count("backfill/carried_groups", sum(r["step"] < step for r in records))
+    def trained(self, records_N: np.ndarray, step: int, version: int) -> None:
+        """Counts the groups of a batch, by the records (of dtype RECORD) that were stored with them."""
+        r = records_N
+        self._add("trained", r["score"].sum(), r["metric"].sum(), r["length"].sum(), r["live"].sum())
+        self._sums.add("train_batch/staleness/mean", (version - r["version"]).sum(), len(r))
+        self._sums.count("backfill/carried_groups", (r["step"] < step).sum())
 
-    def freed(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def freed(self, records_N: np.ndarray) -> None:
         """Counts kept groups that will not be trained after all."""
-        for r in records:
-            self._sums.count("backfill/wasted_tokens", r["tokens"])
+        self._sums.count("backfill/wasted_tokens", records_N["tokens"].sum())
 
     def row(self, totals: Mapping[str, Any], num_rounds: int, surplus: int) -> Row:
         """The metrics of the step, and a fresh start.

@@ -157,9 +157,10 @@ class Witness:
         def take_judged(original):
             def noted():
                 judged = original()
-                self.verdicts |= {
-                    j.ticket.ticket: [str(j.verdict), j.pattern, j.score.tolist(), j.status.tolist()] for j in judged
-                }
+                for j in judged:
+                    columns = (*j.judged[:2], j.records.score, j.records.status)
+                    rows = zip(*(c.tolist() for c in columns), strict=True)
+                    self.verdicts |= {t.ticket: list(row) for t, row in zip(j.tickets, rows, strict=True)}
                 return judged
 
             return noted

@@ -3,6 +3,7 @@
 Verdicts are a function of a ticket's identity, as they are in a run whose noise does not depend on the schedule.
 """
 
+import itertools
 import json
 import random
 from collections import deque
@@ -16,8 +17,9 @@ from dynrl.rollout.events import (
     Dispatch,
     Draw,
     Free,
-    GroupGenerated,
-    GroupJudged,
+    GroupsGenerated,
+    GroupsJudged,
+    Judgement,
     Resumed,
     StepTrained,
     Stop,
@@ -25,7 +27,7 @@ from dynrl.rollout.events import (
     Train,
     Warn,
 )
-from dynrl.rollout.ledger import Ticket
+from dynrl.rollout.ledger import Phase, Ticket
 from dynrl.types import Verdict
 
 
@@ -124,14 +126,15 @@ class Simulation:
             self.hook(self)
 
     def _book(self, event):
-        if isinstance(event, GroupGenerated):
-            self.judging[event.ticket] = self.in_flight.pop(event.ticket)
-        elif isinstance(event, GroupJudged):
-            del self.judging[event.ticket]
-            if event.verdict is Verdict.KEPT:
-                self.ready.add(event.ticket)
-            else:
-                self.ended[event.verdict] += 1
+        if isinstance(event, GroupsGenerated):
+            self.judging |= {t: self.in_flight.pop(t) for t in event.tickets}
+        elif isinstance(event, GroupsJudged):
+            for ticket, verdict, _ in event.judgements:
+                del self.judging[ticket]
+                if verdict is Verdict.KEPT:
+                    self.ready.add(ticket)
+                else:
+                    self.ended[verdict] += 1
         elif isinstance(event, StepTrained):
             self.ready -= set(self.trains[-1][0])
             self.ended["trained"] += len(self.trains[-1][0])
@@ -182,7 +185,7 @@ class Simulation:
         assert len(tickets) == size or (0 < len(tickets) < size and note.startswith("short step: "))
 
     def _produce(self):
-        """All events of a round; groups finish in any order, each generated before it is judged."""
+        """All events of a round; groups finish in any order and number, each generated before it is judged."""
         assert self.in_flight or self.judging, "the controller waits, and nothing is under way"
         steps = [(t, kind) for t in [*self.judging, *self.in_flight] for kind in ("generated", "judged")]
         if self.seed is not None:
@@ -193,15 +196,19 @@ class Simulation:
                 return begin if kind == "generated" else begin + random.Random(f"{self.seed}/{number}/j").random()
 
             steps.sort(key=place)
-        for number, kind in steps:
+        steps = [s for s in steps if s[1] == "judged" or s[0] in self.in_flight]
+        while steps:
+            kind, num = steps[0][1], 1 if self.seed is None else random.Random(f"{self.seed}/{steps[0]}").randint(1, 5)
+            numbers = [n for n, _ in itertools.takewhile(lambda s: s[1] == kind, steps[:num])]  # noqa: B023
+            del steps[: len(numbers)]
             if kind == "judged":
-                ticket = self.judging[number]
-                verdict = self.verdict(ticket)
-                self._apply(GroupJudged(number, verdict, "mixed" if verdict is Verdict.KEPT else "all_fail"))
-            elif number in self.in_flight:
-                self._apply(GroupGenerated(number))
+                verdicts = [self.verdict(self.judging[n]) for n in numbers]
+                patterns = ["mixed" if v is Verdict.KEPT else "all_fail" for v in verdicts]
+                self._apply(GroupsJudged(tuple(map(Judgement, numbers, verdicts, patterns))))
+            else:
+                self._apply(GroupsGenerated(tuple(numbers)))
             if self.queue:
-                assert isinstance(self.queue[0], Stop) or (number, kind) == steps[-1]
+                assert isinstance(self.queue[0], Stop) or not steps
                 if isinstance(self.queue[0], Stop):
                     return
 
@@ -214,7 +221,7 @@ class Simulation:
         assert dropped["filtered"] == self.ended["filtered"]
         assert dropped["stale"] + dropped["surplus"] == self.ended["stale"] + self.ended["freed"]
         assert dropped["evicted"] == dropped["cancelled"] == 0
-        assert {t.ticket for t in self.state.ledger.ready()} == self.ready
+        assert {t.ticket for t in self.state.ledger.in_order(Phase.READY)} == self.ready
         levels = {"ready": len(self.ready), "judging": len(self.judging), "in_flight": len(self.in_flight)}
         assert {name: totals[name] for name in levels} == levels
         num_open = sum(levels.values())
@@ -237,7 +244,6 @@ class Simulation:
         again.trains, again.rounds_of_step = self.trains[:num_trains], rounds
         again.num_dispatched = again.state.ledger.dispatched
         again.tickets = self.tickets[: again.num_dispatched]
-        for ticket in again.state.ledger.open.values():
-            if ticket.ticket not in ready:
-                again.in_flight[ticket.ticket] = ticket  # the process that had it is gone
+        for phase in (Phase.IN_FLIGHT, Phase.JUDGING):
+            again.in_flight |= again.state.ledger.open[phase]  # the process that had it is gone
         return again

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dynrl.compile_counter import CompileCounter
 from dynrl.models import sharding
-from dynrl.rollout.buffer import GroupBuffer, Stored
+from dynrl.rollout.buffer import RECORD, GroupBuffer, Stored
 from dynrl.types import Groups, Payload
 
 G, L, T = 3, 4, 5
@@ -78,7 +78,8 @@ def put(buffer, mesh, tickets, keep, num_rows=16):
     keep_P[: len(tickets)] = keep
     payload = jax.tree.map(lambda x: sharding.place(x, sharding.rows(mesh)), host.payload)
     groups = Groups(payload, tickets_P, tickets_P >= 0, np.ones(num_rows, bool), *[np.zeros(0)] * 3)
-    records = {int(t): {"ticket": int(t)} for t, k in zip(tickets, keep, strict=True) if k}
+    records = np.zeros(num_rows, RECORD)
+    records["step"] = tickets_P
     buffer.put(groups, host.rewards, host.live, keep_P, records)
 
 
@@ -116,7 +117,7 @@ def test_put_and_take_return_the_bits_in_the_order_of_the_tickets(mesh):
     check_batch(buffer.take(tickets), tickets)
     check_batch(buffer.take(tickets[:3]), tickets[:3])  # a short step; taking does not free
     check_batch(buffer.take([]), [])
-    assert buffer.record(13) == {"ticket": 13}
+    assert buffer.records([13])["step"].tolist() == [13]
     batch = buffer.take(tickets)
     assert all(leaf.sharding == sharding.rows(mesh) for leaf in jax.tree.leaves(batch))
 
@@ -180,7 +181,7 @@ def test_errors_store_nothing(mesh):
 def test_unknown_tickets(mesh1):
     buffer = make_buffer(mesh1)
     put(buffer, mesh1, [1, 2], [True, True])
-    for act in (lambda: buffer.take([1, 3]), lambda: buffer.record(3), lambda: buffer.free([3])):
+    for act in (lambda: buffer.take([1, 3]), lambda: buffer.records([3]), lambda: buffer.free([3])):
         with pytest.raises(KeyError, match="3"):
             act()
     with pytest.raises(ValueError, match="9 tickets for a batch of 8"):
@@ -200,7 +201,7 @@ def test_restore_into_a_new_buffer(mesh):
     again.load_state_dict(document, jax.tree.map(lambda x: sharding.place(x, sharding.rows(mesh)), arrays))
     tickets = [15, 1, 4, 7]
     check_batch(again.take(tickets), tickets)
-    assert again.record(4) == {"ticket": 4}
+    assert again.records([4])["step"].tolist() == [4]
     # What follows is the same in both, slot for slot.
     for each in (buffer, again):
         put(each, mesh, list(range(30, 36)), [True] * 6)

@@ -12,8 +12,9 @@ from dynrl.rollout.events import (
     Dispatch,
     Draw,
     Free,
-    GroupGenerated,
-    GroupJudged,
+    GroupsGenerated,
+    GroupsJudged,
+    Judgement,
     Resumed,
     StepTrained,
     Stop,
@@ -24,6 +25,11 @@ from dynrl.rollout.events import (
 from dynrl.types import Verdict
 
 KEPT, FILTERED, FAILED, STALE = Verdict.KEPT, Verdict.FILTERED, Verdict.FAILED, Verdict.STALE
+
+
+def judged(*judgement):
+    """The event of one group."""
+    return GroupsJudged((Judgement(*judgement),))
 
 
 def every(n, verdict=FILTERED):
@@ -335,9 +341,9 @@ def test_stop_requested_stops_at_once_and_nothing_follows():
     state, commands = apply(state, StopRequested("interrupted"))
     assert commands == [Stop("interrupted", failed=False)]
     for ticket in dispatch.tickets:
-        state, commands = apply(state, GroupGenerated(ticket.ticket))
+        state, commands = apply(state, GroupsGenerated((ticket.ticket,)))
         assert commands == []
-        state, commands = apply(state, GroupJudged(ticket.ticket, KEPT, "mixed"))
+        state, commands = apply(state, judged(ticket.ticket, KEPT, "mixed"))
         assert commands == []  # a full step, but the run is over
     # A restart goes on from there.
     again = initial_state(make_config())
@@ -361,10 +367,10 @@ def test_answers_that_nobody_waits_for():
     with pytest.raises(ValueError, match="4 tasks were drawn, but no Draw is outstanding"):
         apply(state, TasksDrawn(tuple((i, 0) for i in range(4)), 4))
     with pytest.raises(ValueError, match="ticket 9 is not open"):
-        apply(state, GroupJudged(9, KEPT, "mixed"))
-    state, _ = apply(state, GroupJudged(0, FILTERED, "all_fail"))
+        apply(state, judged(9, KEPT, "mixed"))
+    state, _ = apply(state, judged(0, FILTERED, "all_fail"))
     with pytest.raises(ValueError, match="ticket 0 is not open"):
-        apply(state, GroupJudged(0, KEPT, "mixed"))
+        apply(state, judged(0, KEPT, "mixed"))
 
 
 def test_more_tasks_than_asked_for_are_refused():
@@ -378,9 +384,9 @@ def test_freed_groups_leave_before_the_next_command():
     state, _ = apply(initial_state(make_config(2, oversample=1.5, surplus="drop")), Resumed())
     state, _ = apply(state, TasksDrawn(tuple((i, 0) for i in range(6)), 6))
     for i in range(5):
-        state, commands = apply(state, GroupJudged(i, KEPT, "mixed"))
+        state, commands = apply(state, judged(i, KEPT, "mixed"))
         assert commands == []
-    state, commands = apply(state, GroupJudged(5, KEPT, "mixed"))
+    state, commands = apply(state, judged(5, KEPT, "mixed"))
     assert commands == [Train((0, 1, 2, 3))]
     state, commands = apply(state, StepTrained(1))
     assert commands == [Free((4, 5)), Draw(6)]

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dynrl.config import DynamicSamplingConfig
-from dynrl.core import GroupStats
-from dynrl.rollout.judge import Judge, Judged
+from dynrl.rollout.judge import Judge
 from dynrl.types import Verdict
 
 K, D, X = Verdict.KEPT, Verdict.FILTERED, Verdict.FAILED
@@ -77,7 +76,7 @@ def judge(rewards, live=None, trainable=None, *, estimator="grpo", min_live=None
     trainable_PG[:num] = True if trainable is None else trainable
     judge = make_judge(json.dumps(config), estimator, min_live or size)
     judged = judge(rewards_PG, live_PG, trainable_PG, judge.host_mask(rewards_PG, live_PG, np.arange(8) < num))
-    return Judged(judged.verdict_P[:num], judged.pattern_P[:num], GroupStats(*(x[:num] for x in judged.stats)))
+    return judged.rows(np.arange(len(judged.verdict_P)) < num)
 
 
 @pytest.mark.parametrize(
@@ -103,43 +102,43 @@ def judge(rewards, live=None, trainable=None, *, estimator="grpo", min_live=None
     ],
 )
 def test_built_in_filters(config, verdicts):
-    assert judge(REWARDS, **config).verdict_P == verdicts
+    assert judge(REWARDS, **config).verdict_P.tolist() == verdicts
 
 
 @pytest.mark.parametrize("estimator", ["dr_grpo", "rloo"])
 def test_the_estimator_does_not_change_what_has_signal(estimator):
-    assert judge(REWARDS, estimator=estimator).verdict_P == judge(REWARDS).verdict_P
+    assert judge(REWARDS, estimator=estimator).verdict_P.tolist() == judge(REWARDS).verdict_P.tolist()
 
 
 def test_patterns_name_what_groups_look_like():
-    assert judge(REWARDS).pattern_P == ["mixed", "all_pass", "all_fail", "all_pass", "mixed", "mixed", "mixed"]
+    assert judge(REWARDS).pattern_P.tolist() == ["mixed", "all_pass", "all_fail", "all_pass", "mixed", "mixed", "mixed"]
     # Not all pass and not all fail, yet no signal: the spread is below the tolerance.
-    assert judge([[-1e-9, 1e-9, 0, 0]]).pattern_P == ["uniform"]
+    assert judge([[-1e-9, 1e-9, 0, 0]]).pattern_P.tolist() == ["uniform"]
 
 
 @pytest.mark.parametrize("size", [2, 8, 21])
 def test_equal_rewards_have_no_signal_whatever_rounding_says(size):
     """Eight times 0.1 has a standard deviation above 0 in float32."""
     values = np.array([0.1, 1 / 3, 0.7, -0.1, 1e-30, 1e30])
-    assert judge(np.repeat(values[:, None], size, 1)).verdict_P == [D] * 6
+    assert judge(np.repeat(values[:, None], size, 1)).verdict_P.tolist() == [D] * 6
 
 
 def test_dead_rollouts_fail_a_group_below_min_live_and_else_do_not_count():
     rewards = [[1, 0, 1, 1], [1, 0, 1, 1], [1, 0, 1, 1], [9, 1, 1, 1]]
     live = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 1, 1]], bool)
-    assert judge(rewards, live).verdict_P == [K, X, X, X]  # the default asks for all
-    assert judge(rewards, live, min_live=3).verdict_P == [K, X, X, D]  # the 9 is dead: the rest is equal
-    assert judge(rewards, live, min_live=2).verdict_P == [K, K, X, D]
-    assert judge(rewards, live, min_live=1).verdict_P == [K, K, D, D]  # one live rollout has no signal
-    assert judge(rewards, live, enable=False).verdict_P == [K, X, X, X]  # off keeps all but the failed
-    assert judge(rewards, live, min_live=1, enable=False).verdict_P == [K] * 4
+    assert judge(rewards, live).verdict_P.tolist() == [K, X, X, X]  # the default asks for all
+    assert judge(rewards, live, min_live=3).verdict_P.tolist() == [K, X, X, D]  # the 9 is dead: the rest is equal
+    assert judge(rewards, live, min_live=2).verdict_P.tolist() == [K, K, X, D]
+    assert judge(rewards, live, min_live=1).verdict_P.tolist() == [K, K, D, D]  # one live rollout has no signal
+    assert judge(rewards, live, enable=False).verdict_P.tolist() == [K, X, X, X]  # off keeps all but the failed
+    assert judge(rewards, live, min_live=1, enable=False).verdict_P.tolist() == [K] * 4
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_reward_that_is_not_finite_is_dead(bad):
-    assert judge([[1, 0, 1, bad]]).verdict_P == [X]
+    assert judge([[1, 0, 1, bad]]).verdict_P.tolist() == [X]
     judged = judge([[1, 0, bad, bad], [1, 1, bad, bad]], min_live=2)
-    assert judged.verdict_P == [K, D]
+    assert judged.verdict_P.tolist() == [K, D]
     assert judged.stats.count.tolist() == [2, 2]
 
 
@@ -148,17 +147,19 @@ def test_kept_needs_a_trainable_rollout_with_an_advantage():
     rewards = [[1, 0, 0, 0], [2, 1, 1, 0], [2, 1, 1, 0]]
     trainable = np.array([[0, 0, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]], bool)
     # Second group: mean 1, so the two that train have advantage 0. Third: the last has -1.
-    assert judge(rewards, trainable=trainable).verdict_P == [D, D, K]
-    assert judge(rewards, trainable=trainable).pattern_P == ["mixed"] * 3  # the filter's statistics are unmoved
-    assert judge(rewards, trainable=trainable, enable=False).verdict_P == [K] * 3
+    assert judge(rewards, trainable=trainable).verdict_P.tolist() == [D, D, K]
+    assert (
+        judge(rewards, trainable=trainable).pattern_P.tolist() == ["mixed"] * 3
+    )  # the filter's statistics are unmoved
+    assert judge(rewards, trainable=trainable, enable=False).verdict_P.tolist() == [K] * 3
     # The only advantage on a dead rollout does not count either.
     live = np.array([[0, 1, 1, 1]], bool)
-    assert judge([[1, 0, 0, 0]], live, min_live=1).verdict_P == [D]
+    assert judge([[1, 0, 0, 0]], live, min_live=1).verdict_P.tolist() == [D]
 
 
 def test_user_filter_of_arrays(user_filters):
     config = {"filter": f"{user_filters}:at_most", "filter_kwargs": {"most": 0.5}}
-    assert judge(REWARDS, **config).verdict_P == [K, D, D, D, D, K, K]
+    assert judge(REWARDS, **config).verdict_P.tolist() == [K, D, D, D, D, K, K]
 
 
 def test_user_filter_of_one_group(user_filters):
@@ -166,11 +167,13 @@ def test_user_filter_of_one_group(user_filters):
     live = ALL.copy()
     live[0, 0] = False
     judged = judge(REWARDS, live, min_live=2, filter=path)
-    assert judged.verdict_P == [K, D, D, D, K, K, K]
+    assert judged.verdict_P.tolist() == [K, D, D, D, K, K, K]
     assert sys.modules[user_filters].SEEN[0] == [0.0, 0.0, 1.0]  # live values only, plain floats
-    assert judge(REWARDS, filter=path, filter_kwargs={"distinct": 1}).verdict_P == [D] * 7  # law 2 stands above it
+    assert (
+        judge(REWARDS, filter=path, filter_kwargs={"distinct": 1}).verdict_P.tolist() == [D] * 7
+    )  # law 2 stands above it
     both = {"filters": [path, "mixed_sign"]}
-    assert judge(REWARDS, filter="all_of", filter_kwargs=both).verdict_P == [K, D, D, D, D, D, K]
+    assert judge(REWARDS, filter="all_of", filter_kwargs=both).verdict_P.tolist() == [K, D, D, D, D, D, K]
 
 
 def test_a_host_filter_is_asked_about_owned_rows_only(user_filters):
@@ -182,7 +185,7 @@ def test_a_host_filter_is_asked_about_owned_rows_only(user_filters):
     assert part.host_mask(REWARDS, ALL, np.zeros(7, bool)).tolist() == [False] * 7
     assert len(sys.modules[user_filters].SEEN) == 2
     # The gathered mask of all processes then decides.
-    assert part(REWARDS, ALL, ALL, np.arange(7) != 0).verdict_P == [D, D, D, D, K, K, K]
+    assert part(REWARDS, ALL, ALL, np.arange(7) != 0).verdict_P.tolist() == [D, D, D, D, K, K, K]
 
 
 def test_without_a_host_filter_the_mask_says_nothing(user_filters):
@@ -206,4 +209,4 @@ def test_errors_name_the_filter(user_filters):
 
 def test_off_ignores_the_filter_and_its_arguments():
     """What is off need not be importable."""
-    assert judge(REWARDS, enable=False, filter="no_such.module:f", filter_kwargs={"a": 1}).verdict_P == [K] * 7
+    assert judge(REWARDS, enable=False, filter="no_such.module:f", filter_kwargs={"a": 1}).verdict_P.tolist() == [K] * 7

@@ -10,8 +10,8 @@ from jax.experimental import multihost_utils
 from dynrl.config import from_mapping
 from dynrl.models import sharding
 from dynrl.models.tokenizer import CharTokenizer
-from dynrl.rollout.buffer import GroupBuffer
-from dynrl.rollout.events import GroupGenerated, GroupJudged
+from dynrl.rollout.buffer import RECORD, GroupBuffer
+from dynrl.rollout.events import GroupsGenerated, GroupsJudged, Judgement
 from dynrl.rollout.judge import Judge
 from dynrl.rollout.ledger import Ticket
 from dynrl.rollout.rounds import STATUSES, Records, RoundsProducer, gather, records_of
@@ -140,21 +140,31 @@ def run_round(parts, sampler, verifiers, numbers, run=None, judge=None):
     return events, producer
 
 
+def judgements(events):
+    """All of a round, which come as one event, the last."""
+    assert [type(e) for e in events] == [GroupsGenerated] * (len(events) - 1) + [GroupsJudged]
+    return list(events[-1].judgements)
+
+
+def only_group(producer):
+    """What was judged of a round of one group, or of the first one of several."""
+    return producer.take_judged()[0]
+
+
 def test_events_come_in_ticket_order_whatever_finished_first(mesh1, parts):
     texts = {5: ("5", "0"), 6: ("6", "6"), 7: ("0", "0"), 8: ("0", "8"), 9: ("9", "1")}
     sampler = ScriptedSampler(mesh1, [(9, 7), None, (5,), (8, 6)], texts)
     verifiers = ScriptedVerifiers()
     events, producer = run_round(parts, sampler, verifiers, range(5, 10))
-    generated, judged = events[:5], events[5:]
-    assert generated == [GroupGenerated(t) for t in (9, 7, 5, 8, 6)]  # as the sampler handed them over
-    assert judged == [
-        GroupJudged(5, Verdict.KEPT, "mixed"),
-        GroupJudged(6, Verdict.FILTERED, "all_pass"),
-        GroupJudged(7, Verdict.FILTERED, "all_fail"),
-        GroupJudged(8, Verdict.KEPT, "mixed"),
-        GroupJudged(9, Verdict.KEPT, "mixed"),
+    assert [e.tickets for e in events[:-1]] == [(9, 7), (5,), (8, 6)]  # as the sampler handed them over
+    assert judgements(events) == [
+        Judgement(5, Verdict.KEPT, "mixed"),
+        Judgement(6, Verdict.FILTERED, "all_pass"),
+        Judgement(7, Verdict.FILTERED, "all_fail"),
+        Judgement(8, Verdict.KEPT, "mixed"),
+        Judgement(9, Verdict.KEPT, "mixed"),
     ]
-    assert [j.ticket.ticket for j in producer.take_judged()] == [5, 6, 7, 8, 9]
+    assert [[t.ticket for t in j.tickets] for j in producer.take_judged()] == [[9, 7], [5], [8, 6]]
     assert producer.take_judged() == []
     assert verifiers.seen == [(t, texts[t]) for t in (9, 7, 5, 8, 6)]
 
@@ -179,9 +189,8 @@ def test_the_buffer_holds_exactly_the_kept_groups(mesh1, parts):
     assert np.asarray(batch.live_BG)[:2].all()
     assert np.asarray(batch.payload.tokens_PGT)[0, 0].tolist() == [*TOKENIZER.encode("123"), 0]
     assert np.asarray(batch.real_B).tolist() == [True, True, False, False]
-    assert buffer.record(7) == {
-        "score": 1.0, "metric": 1.0, "length": 4, "tokens": 4, "live": 2, "step": 1, "version": 0,
-    }  # fmt: skip
+    record = dict(zip(RECORD.names, buffer.records([7])[0], strict=True))
+    assert record == {"score": 1, "metric": 1, "length": 4, "tokens": 4, "live": 2, "step": 1, "version": 0}
 
 
 def test_a_rollout_that_the_sampler_lost_is_dead(mesh1, parts):
@@ -189,10 +198,10 @@ def test_a_rollout_that_the_sampler_lost_is_dead(mesh1, parts):
     verifiers = ScriptedVerifiers()
     events, producer = run_round(parts, ScriptedSampler(mesh1, [(5, 6)], texts), verifiers, (5, 6))
     assert verifiers.seen[0] == (5, ("5", None))
-    assert events[2:] == [GroupJudged(5, Verdict.FAILED, "all_pass"), GroupJudged(6, Verdict.KEPT, "mixed")]
-    lost = producer.take_judged()[0]
-    assert lost.live.tolist() == [True, False]
-    assert lost.status.tolist() == [STATUSES.index(OK), STATUSES.index(Status.SAMPLER)]
+    assert judgements(events) == [Judgement(5, Verdict.FAILED, "all_pass"), Judgement(6, Verdict.KEPT, "mixed")]
+    lost = only_group(producer).records
+    assert lost.live[0].tolist() == [True, False]
+    assert lost.status[0].tolist() == [STATUSES.index(OK), STATUSES.index(Status.SAMPLER)]
     assert parts[1].tickets == [6]
 
 
@@ -200,15 +209,15 @@ def test_a_group_without_live_rollouts_fails_whatever_is_allowed(mesh1, parts):
     judge = Judge(config().dynamic_sampling, "grpo", 1)
     sampler = ScriptedSampler(mesh1, [(5, 6)], {5: ("5", "0"), 6: ("6", None)})
     events, _ = run_round(parts, sampler, ScriptedVerifiers(broken=[5]), (5, 6), judge=judge)
-    assert events[2] == GroupJudged(5, Verdict.FAILED, "all_fail")
-    assert events[3] == GroupJudged(6, Verdict.FILTERED, "all_pass")  # one live rollout has no signal
+    # One live rollout has no signal.
+    assert judgements(events) == [Judgement(5, Verdict.FAILED, "all_fail"), Judgement(6, Verdict.FILTERED, "all_pass")]
 
 
 def test_a_verifier_that_raises_fails_the_group(mesh1, parts):
     texts = {5: ("5", "0"), 6: ("6", "0")}
     events, producer = run_round(parts, ScriptedSampler(mesh1, [(5, 6)], texts), ScriptedVerifiers(broken=[5]), (5, 6))
-    assert [e.verdict for e in events[2:]] == [Verdict.FAILED, Verdict.KEPT]
-    assert not producer.take_judged()[0].live.any()
+    assert [j.verdict for j in judgements(events)] == [Verdict.FAILED, Verdict.KEPT]
+    assert not only_group(producer).records.live[0].any()
 
 
 @pytest.mark.parametrize("value", [1e300, -1e300])
@@ -218,18 +227,18 @@ def test_a_reward_beyond_float32_is_dead_and_counted(mesh1, parts, value):
     events, producer = run_round(
         parts, ScriptedSampler(mesh1, [(5,)], texts), ScriptedVerifiers(values={5: value}), (5,)
     )
-    assert events[1].verdict is Verdict.FAILED
-    judged = producer.take_judged()[0]
-    assert not judged.live.any()
-    assert judged.status.tolist() == [STATUSES.index(Status.NONFINITE)] * G
+    assert judgements(events)[0].verdict is Verdict.FAILED
+    records = only_group(producer).records
+    assert not records.live.any()
+    assert records.status.tolist() == [[STATUSES.index(Status.NONFINITE)] * G]
 
 
 def test_the_configured_metric_decides(mesh1, parts):
     run = config(dynamic_sampling={"metric": "other"})
     events, producer = run_round(parts, ScriptedSampler(mesh1, [(5,)], {5: ("5", "0")}), ScriptedVerifiers(), (5,), run)
-    assert events[1].verdict is Verdict.KEPT
-    judged = producer.take_judged()[0]
-    assert (judged.score.tolist(), judged.metric.tolist()) == ([1, 0], [-1, 0])
+    assert judgements(events)[0].verdict is Verdict.KEPT
+    records = only_group(producer).records
+    assert (records.score.tolist(), records.metric.tolist()) == ([[1, 0]], [[-1, 0]])
     assert np.asarray(parts[1].take([5]).rewards_BG)[0].tolist() == [-1, 0]
 
 
@@ -240,7 +249,7 @@ def test_overlong_groups_under_masking_train_nothing(mesh1, parts, overlong, ver
     finish = {(5, g): Finish.LENGTH for g in range(G)}
     sampler = ScriptedSampler(mesh1, [(5,)], {5: ("5", "1234")}, finish)
     events, _ = run_round(parts, sampler, ScriptedVerifiers(), (5,), run)
-    assert events[1] == GroupJudged(5, verdict, "mixed")
+    assert judgements(events) == [Judgement(5, verdict, "mixed")]
 
 
 def test_rounds_follow_each_other(mesh1, parts):
@@ -255,7 +264,7 @@ def test_rounds_follow_each_other(mesh1, parts):
         events = []
         while producer.busy:
             events += producer.poll()
-        assert [e.ticket for e in events if isinstance(e, GroupJudged)] == list(numbers)
+        assert [j.ticket for j in judgements(events)] == list(numbers)
     assert sorted(parts[1].tickets) == [1, 2, 3, 4]
     secs = producer.take_secs()
     assert set(secs) == {"sampler", "reward", "backfill"}
@@ -279,9 +288,7 @@ def test_with_real_verifier_workers(mesh1, parts):
     texts = {t: tuple(v.replace("x", "0") for v in pair) for t, pair in texts.items()}
     with Verifiers({"count": "integer_match"}) as verifiers:
         events, _ = run_round(parts, ScriptedSampler(mesh1, [(13,), (12, 11)], texts), verifiers, (11, 12, 13))
-    assert [(e.ticket, e.verdict) for e in events[3:]] == [
-        (11, Verdict.KEPT), (12, Verdict.FILTERED), (13, Verdict.KEPT),
-    ]  # fmt: skip
+    assert [j[:2] for j in judgements(events)] == [(11, Verdict.KEPT), (12, Verdict.FILTERED), (13, Verdict.KEPT)]
 
 
 # ------------------------------------------------------------------------------------------------- two processes

@@ -23,7 +23,7 @@ class View:
         for _ in range(num):
             ticket = self.ledger.dispatch(0, 0, version, 0, 0)
             if phase is not Phase.IN_FLIGHT:
-                self.ledger.move(ticket.ticket, phase)
+                self.ledger.move([ticket.ticket], phase)
         return self
 
 
@@ -68,7 +68,7 @@ def test_nothing_is_decided_while_a_round_is_under_way(phase):
 def test_select_takes_the_oldest_in_dispatch_order():
     view = View().add(1, Phase.READY).add(5, Phase.IN_FLIGHT)
     for number in (5, 4, 3, 2, 1):  # the last one finished first
-        view.ledger.move(number, Phase.READY)
+        view.ledger.move([number], Phase.READY)
     assert rounds().select(view) == [0, 1, 2, 3]
     assert rounds().select(View().add(3, Phase.READY)) is None
 
@@ -84,8 +84,7 @@ def play(schedule, *kept_in_rounds, num=4):
     """Rounds of `num` groups, of which so many are kept."""
     for kept in kept_in_rounds:
         schedule.on_dispatch(num)
-        for i in range(num):
-            schedule.on_end(Verdict.KEPT if i < kept else Verdict.FILTERED)
+        schedule.on_end([Verdict.KEPT] * kept + [Verdict.FILTERED] * (num - kept))
     return schedule
 
 
@@ -144,13 +143,13 @@ def test_anything_kept_starts_the_count_again():
 def test_state_round_trip_in_the_middle_of_a_round():
     schedule = play(rounds(max_num_gen_batches=0, max_replacements_per_slot=2), 2, 0)
     schedule.on_dispatch(4)
-    schedule.on_end(Verdict.FILTERED)
+    schedule.on_end([Verdict.FILTERED])
     again = rounds(max_num_gen_batches=0, max_replacements_per_slot=2)
     again.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
     assert again.state_dict() == schedule.state_dict()
     for each in (schedule, again):
         for _ in range(3):
-            each.on_end(Verdict.FILTERED)
+            each.on_end([Verdict.FILTERED])
     assert again.state_dict() == schedule.state_dict()
     assert again.exhausted(View()) == schedule.exhausted(View())
 

@@ -2,34 +2,51 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
+from dynrl.core import group_stats
 from dynrl.metrics import check_names
+from dynrl.rollout.buffer import RECORD
+from dynrl.rollout.judge import Judged
 from dynrl.rollout.ledger import Ledger, Ticket
-from dynrl.rollout.rounds import STATUSES, JudgedGroup
+from dynrl.rollout.rounds import STATUSES, JudgedGroups, Records
 from dynrl.rollout.statistics import RolloutStatistics
 from dynrl.types import Finish, Status, Verdict
 
 TOTALS = Ledger().totals()
 
 
-def group(number, scores, verdict, pattern, *, index=0, lengths=None, statuses=None, finish=None, metric=None, step=0):
+def group(number, scores, verdict, pattern, *, index=0, lengths=None, statuses=None, finish=None, metric=None):
+    """One judged group, as the row of each array."""
     statuses = statuses or [Status.OK] * len(scores)
-    metric = np.array(scores if metric is None else metric, np.float32)
-    live = np.array([s.live for s in statuses])
-    return JudgedGroup(
-        ticket=Ticket(number, number, 0, 0, step, index),
-        verdict=verdict,
-        pattern=pattern,
-        score=np.array(scores, np.float32),
+    metric = np.array([scores if metric is None else metric], np.float32)
+    records = Records(
+        score=np.array([scores], np.float32),
         metric=metric,
-        live=live,
-        status=np.array([STATUSES.index(s) for s in statuses], np.int32),
-        length=np.array(lengths or [1] * len(scores), np.int32),
-        finish=np.array(finish or [Finish.STOP] * len(scores), np.int32),
-        spread=float(np.ptp(metric[live])) if live.any() else 0.0,
+        status=np.array([[STATUSES.index(s) for s in statuses]], np.int32),
+        length=np.array([lengths or [1] * len(scores)], np.int32),
+        finish=np.array([finish or [Finish.STOP] * len(scores)], np.int32),
+        host_keep=np.ones((1, 1), np.int32),
     )
+    judged = Judged(np.array([verdict], object), np.array([pattern], object), group_stats(records.metric, records.live))
+    return JudgedGroups([Ticket(number, number, 0, 0, 0, index)], judged, records)
+
+
+def together(groups):
+    """Several judged groups as one."""
+    stack = lambda *x: np.concatenate(x)  # noqa: E731
+    judged, records = (jax.tree.map(stack, *[getattr(g, name) for g in groups]) for name in ("judged", "records"))
+    return JudgedGroups([t for g in groups for t in g.tickets], judged, records)
+
+
+def stored(**columns):
+    """Records of dtype RECORD, by column."""
+    records = np.zeros(len(next(iter(columns.values()))), RECORD)
+    for name, values in columns.items():
+        records[name] = values
+    return records
 
 
 # A step of five groups of 4. The dead rollouts hold what must not count.
@@ -47,12 +64,11 @@ GROUPS = [
 
 def test_populations_patterns_and_waste():
     statistics = RolloutStatistics("score")
-    statistics.judged(GROUPS[:3])
-    statistics.judged(GROUPS[3:])  # over several rounds
-    statistics.trained([{"score": 2.0, "metric": 2.0, "length": 20, "live": 4, "step": 0, "version": 3, "tokens": 20},
-                        {"score": 3.0, "metric": 3.0, "length": 8, "live": 3, "step": 1, "version": 5, "tokens": 9}],
-                       step=1, version=5)  # fmt: skip
-    statistics.freed([{"tokens": 100}])
+    statistics.judged(together(GROUPS[:3]))
+    statistics.judged(together(GROUPS[3:]))  # over several rounds
+    records = stored(score=[2, 3], metric=[2, 3], length=[20, 8], live=[4, 3], step=[0, 1], version=[3, 5])
+    statistics.trained(records, step=1, version=5)
+    statistics.freed(stored(tokens=[60, 40]))
     row = statistics.row(TOTALS, num_rounds=2, surplus=7)
     check_names(row)
     expected = {
@@ -105,9 +121,9 @@ def test_nothing_judged_is_null_not_zero():
 
 def test_a_row_starts_afresh():
     statistics = RolloutStatistics("score")
-    statistics.judged(GROUPS)
+    statistics.judged(together(GROUPS))
     first = statistics.row(TOTALS, 1, 0)
-    statistics.judged(GROUPS)
+    statistics.judged(together(GROUPS))
     assert statistics.row(TOTALS, 1, 0) == first
 
 
@@ -128,7 +144,7 @@ def test_a_row_starts_afresh():
 )
 def test_patterns_of_graded_rewards_are_spread_bins(metric, name):
     statistics = RolloutStatistics("score")
-    statistics.judged([group(0, metric, Verdict.KEPT, "mixed")])
+    statistics.judged(group(0, metric, Verdict.KEPT, "mixed"))
     row = statistics.row(TOTALS, 1, 0)
     check_names(row)
     assert {k: v for k, v in row.items() if "pattern" in k} == {
@@ -139,8 +155,8 @@ def test_patterns_of_graded_rewards_are_spread_bins(metric, name):
 
 def test_another_metric_is_recorded_beside_the_score():
     statistics = RolloutStatistics("style")
-    statistics.judged([group(0, [1, 0], Verdict.KEPT, "mixed", metric=[0.25, 0.5])])
-    statistics.trained([{"score": 1.0, "metric": 0.75, "length": 2, "live": 2, "step": 0, "version": 0}], 0, 0)
+    statistics.judged(group(0, [1, 0], Verdict.KEPT, "mixed", metric=[0.25, 0.5]))
+    statistics.trained(stored(score=[1.0], metric=[0.75], length=[2], live=[2]), 0, 0)
     row = statistics.row(TOTALS, 1, 0)
     check_names(row)
     for population in ("all", "kept", "trained", "first_attempt"):
@@ -152,7 +168,7 @@ def test_the_ledger_is_shown():
     ledger = Ledger()
     for i in range(3):
         ledger.dispatch(i, 0, 0, 0, 0)
-    ledger.end(0, failed=True)
+    ledger.end([0], failed=True)
     row = RolloutStatistics("score").row(ledger.totals(), 1, 0)
     shown = {k.removeprefix("ledger/"): v for k, v in row.items() if k.startswith("ledger/")}
     assert shown == {
@@ -163,9 +179,9 @@ def test_the_ledger_is_shown():
 
 def test_counts_survive_a_restart_in_the_middle_of_a_step():
     whole, before = RolloutStatistics("score"), RolloutStatistics("score")
-    whole.judged(GROUPS)
-    before.judged(GROUPS[:2])
+    whole.judged(together(GROUPS))
+    before.judged(together(GROUPS[:2]))
     after = RolloutStatistics("score")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    after.judged(GROUPS[2:])
+    after.judged(together(GROUPS[2:]))
     assert after.row(TOTALS, 1, 0) == whole.row(TOTALS, 1, 0)

@@ -11,11 +11,13 @@ from jax.sharding import Mesh
 
 from dynrl.compile_counter import CompileCounter
 from dynrl.config import ConfigError, RunConfig
+from dynrl.core import ESTIMATORS, check_estimator
 from dynrl.models import sharding
-from dynrl.models.tokenizer import CharTokenizer, Tokenizer
+from dynrl.models.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from dynrl.rollout.buffer import GroupBuffer
 from dynrl.rollout.judge import Judge
-from dynrl.rollout.rounds import RoundsProducer, warm_up_gather
+from dynrl.rollout.records import warm_up_gather
+from dynrl.rollout.rounds import RoundsProducer
 from dynrl.rollout.schedules import Rounds
 from dynrl.rollout.statistics import RolloutStatistics
 from dynrl.sampling.lockstep import LockstepSampler
@@ -52,6 +54,7 @@ class Parts:
     state: TrainState
     train_step: Any
     compiles: CompileCounter
+    warnings: list[str]  # of the configuration
 
     def close(self) -> None:
         """Ends the verifier workers."""
@@ -99,13 +102,55 @@ def make_tasks(config: RunConfig) -> tuple[ProceduralSource, TaskStore, FrozenTa
     return source, store, frozen
 
 
-def make_tokenizer(source: ProceduralSource) -> Tokenizer:
-    """A character tokenizer over what the source writes."""
-    if source.alphabet is None:
+def make_tokenizer(kind: str, *sources: ProceduralSource) -> Tokenizer:
+    """A tokenizer for what the sources write: their characters where all declare them, or bytes."""
+    alphabets = [s.alphabet for s in sources if s.alphabet is not None]
+    if kind == "byte" or (kind == "auto" and len(alphabets) < len(sources)):
+        return ByteTokenizer()
+    if len(alphabets) < len(sources):
+        missing = next(s.name for s in sources if s.alphabet is None)
         raise ConfigError(
-            f"config.tasks.source: {source.name} declares no alphabet, which the character tokenizer needs"
+            f"config.model.tokenizer: 'char' needs an alphabet, which source {missing} does not declare; 'byte' needs "
+            "none"
         )
-    return CharTokenizer(source.alphabet)
+    return CharTokenizer(frozenset().union(*alphabets))
+
+
+def check_algorithm(config: RunConfig) -> list[str]:
+    """Checks estimator, rewards and filter against each other (law 2). Returns warnings.
+
+    Raises:
+      ConfigError: for what cannot work.
+    """
+    c, ds, g = config.loss, config.dynamic_sampling, config.num_generations_per_prompt
+    try:
+        check_estimator(c.estimator, c.estimator_kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"config.loss.estimator: {error}") from error
+    estimator = ESTIMATORS[c.estimator]
+    if estimator.per_component != bool(c.rewards):
+        need = "normalises several rewards: name them" if estimator.per_component else "takes one reward: name none"
+        raise ConfigError(f"config.loss.rewards: {c.rewards!r}, but loss.estimator = {c.estimator!r} {need}")
+    if g == 1 and estimator.needs_group:
+        raise ConfigError(
+            f"config.num_generations_per_prompt: 1 gives loss.estimator = {c.estimator!r} no baseline: use at least 2"
+        )
+    if g == 1 and ds.enable and ds.filter in ("has_signal", "accuracy_band", "min_std"):
+        raise ConfigError(
+            f"config.dynamic_sampling.filter: {ds.filter!r} drops every group of one rollout; dynamic_sampling.filter "
+            "= 'mixed_sign' keeps them, and so does dynamic_sampling.enable = False"
+        )
+    if not (ds.enable and estimator.uses_uniform_groups):
+        return []
+    if estimator.batch_normalised:
+        return [
+            f"loss.estimator = {c.estimator!r} normalises over the batch and learns from groups without signal too, "
+            "which dynamic_sampling.enable = True drops: its mean and std are those of the kept groups"
+        ]
+    raise ConfigError(
+        f"config.loss.estimator: {c.estimator!r} learns from groups without signal, which dynamic_sampling.enable = "
+        "True drops: set it to False"
+    )
 
 
 def make_sampler(config: RunConfig, mesh: Mesh, tokenizer: Tokenizer, num_samples: int) -> LockstepSampler:
@@ -133,9 +178,11 @@ def build(config: RunConfig) -> Parts:
     mesh = sharding.make_mesh(config.mesh)
     source, store, eval_tasks = make_tasks(config)
     tokenizer = make_tokenizer(source)
+    warnings = check_algorithm(config)
     g, failure, ds = config.num_generations_per_prompt, config.rollout_failure, config.dynamic_sampling
+    num_rewards = len(config.loss.rewards)
     try:
-        judge = Judge(ds, config.loss.estimator, failure.min_live_per_group or g)
+        judge = Judge(ds, config.loss, failure.min_live_per_group or g)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"config.dynamic_sampling.filter: {error}") from error
     sampler = make_sampler(config, mesh, tokenizer, g)
@@ -147,9 +194,11 @@ def build(config: RunConfig) -> Parts:
         num_samples=g,
         max_prompt_tokens=config.tasks.max_prompt_tokens,
         max_completion_tokens=config.sampler.max_completion_tokens,
+        num_rewards=num_rewards,
     )
     optimizer = make_optimizer(config.train, config.num_steps)
-    shardings = state_shardings(config.model, tokenizer.vocab_size, optimizer, mesh)
+    reference = config.loss.kl_coef > 0
+    shardings = state_shardings(config.model, tokenizer.vocab_size, optimizer, mesh, reference)
     verifiers = Verifiers(
         {source.name: config.reward.verifier},
         num_workers=config.reward.num_workers,
@@ -175,9 +224,10 @@ def build(config: RunConfig) -> Parts:
         producer=RoundsProducer(config, sampler, verifiers, judge, buffer, tokenizer, store),
         statistics=RolloutStatistics(ds.metric),
         optimizer=optimizer,
-        state=init_state(config.model, tokenizer.vocab_size, optimizer, mesh, config.seed),
+        state=init_state(config.model, tokenizer.vocab_size, optimizer, mesh, config.seed, reference),
         train_step=jit_train_step(config, optimizer, mesh, shardings),
         compiles=compiles,
+        warnings=warnings,
     )
 
 
@@ -209,9 +259,10 @@ def warm_up(parts: Parts) -> None:
     batch = parts.buffer.warm_up(parts.sampler.warm_up())
     g = parts.config.num_generations_per_prompt
     num_slots = parts.config.sampler.num_slots
-    parts.judge.warm_up(num_slots // g, g)
-    for num_samples in (g, 1):  # training, evaluation
-        warm_up_gather(num_slots // num_samples, num_samples)
+    num_rewards = len(parts.config.loss.rewards)
+    parts.judge.warm_up(num_slots // g, g, num_rewards)
+    warm_up_gather(num_slots // g, g, num_rewards)
+    warm_up_gather(num_slots, 1)  # evaluation
     sharding.any_process(False)
     parts.state, metrics = parts.train_step(parts.state, batch)
     jax.tree.map(np.asarray, metrics)
@@ -234,4 +285,5 @@ def describe(parts: Parts) -> list[str]:
         f"({mib(parts.buffer.arrays)})",
         f"step: {b} groups of {g}, filter {parts.judge.filter.name}; sampler: {config.sampler.num_slots} rows at once",
         f"source {parts.source.name}: {len(parts.store):,} training and {len(parts.eval_tasks):,} evaluation tasks",
+        *(f"warning: {warning}" for warning in parts.warnings),
     ]

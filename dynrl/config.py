@@ -7,20 +7,20 @@ Lengths are in tokens, times in seconds (`_secs`), counts start with `num_` or `
 """
 
 import dataclasses
-import difflib
+import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from dynrl.validation import ConfigError, convert, validate
+
+__all__ = ["ConfigError"]
+
 PositiveInt = Annotated[int, "must be positive", lambda x: x > 0]
-PositiveFloat = Annotated[float, "must be positive", lambda x: x > 0]
+PositiveFloat = Annotated[float, "must be positive and finite", lambda x: 0 < x < math.inf]
 NonNegativeInt = Annotated[int, "must not be negative", lambda x: x >= 0]
-NonNegativeFloat = Annotated[float, "must not be negative", lambda x: x >= 0]
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot work. The message starts with the key's full name."""
+NonNegativeFloat = Annotated[float, "must be finite and not negative", lambda x: 0 <= x < math.inf]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class ModelConfig:
     rope_base: PositiveFloat = 10_000.0
     norm_eps: PositiveFloat = 1e-6
     dtype: Literal["float32", "bfloat16"] = "float32"  # of activations and matmuls; parameters stay float32
+    tokenizer: Literal["auto", "char", "byte"] = "auto"  # auto: characters where the source declares them, else bytes
     scan_layers: bool = False  # one compiled layer: less compile time for deep models, slower steps on CPU
     remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
 
@@ -60,17 +61,19 @@ class TasksConfig:
 
     source: str = "digit_sorting"  # a built-in name, or package.module:Class
     source_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    num_tasks: PositiveInt = 100_000
+    num_tasks: PositiveInt = 100_000  # at most; a finite source may have fewer
     selector: str = "epoch"  # epoch | uniform | package.module:Class
     selector_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_prompt_tokens: PositiveInt = 12
+    long_prompts: Literal["error", "skip"] = "error"  # a longer prompt ends the run, or is counted as failed
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     """Verification of completions, in worker processes."""
 
-    verifier: str = "exact_match"  # a built-in name, or package.module:function
+    verifier: str = "default"  # the source's own; or, for all tasks, a built-in name or package.module:function
+    verifiers: Mapping[str, Any] = field(default_factory=dict)  # by source name, before `verifier`
     num_workers: PositiveInt = 1
     timeout_secs: PositiveFloat = 5.0  # per completion; one that misses it scores 0
     memory_limit_mb: NonNegativeInt = 1024  # per worker; 0 = no limit
@@ -80,6 +83,8 @@ class RewardConfig:
 class EvaluationConfig:
     """Evaluation on frozen tasks, disjoint from training by hash of the prompt."""
 
+    source: str = ""  # empty = tasks.source with tasks.source_kwargs
+    source_kwargs: Mapping[str, Any] = field(default_factory=dict)
     num_tasks: PositiveInt = 1024
     every_steps: NonNegativeInt = 50  # 0 = only before the first and after the last step
     temperature: NonNegativeFloat = 0.0  # 0 = greedy
@@ -136,13 +141,22 @@ class ScheduleConfig:
 class LossConfig:
     """Advantages and the policy loss."""
 
-    estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    clip_low: PositiveFloat = 0.2
+    estimator: str = "grpo"  # of the advantages; see dynrl.core.ESTIMATORS
+    estimator_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    rewards: tuple[str, ...] = ()  # several named rewards, for an estimator that normalises each (gdpo)
+    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    clip_low: PositiveFloat = 0.2  # 1 = no lower bound
     clip_high: PositiveFloat = 0.28
+    dual_clip: NonNegativeFloat = 0.0  # bound of the ratio where the advantage is negative; 0 = none
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     constant_length: NonNegativeInt = 0  # aggregation = "constant"; 0 = sampler.max_completion_tokens
     tis_cap: NonNegativeFloat = 2.0  # truncation of the importance weight old/behavior; 0 = no importance weight
-    overlong: Literal["keep", "mask"] = "keep"  # truncated rollouts: trained, or masked after the advantages
+    kl: Literal["k1", "k2", "k3"] = "k3"  # estimator of KL(policy || reference), as a term of the loss
+    kl_coef: NonNegativeFloat = 0.0  # the reference is the policy that training begins with; 0 = none
+    entropy_coef: NonNegativeFloat = 0.0  # of the entropy bonus
+    regularize: Literal["signal", "all"] = "signal"  # KL and entropy act where the advantage is not 0, or everywhere
+    overlong: Literal["keep", "mask", "penalty"] = "keep"  # truncated rollouts; "mask": after the advantages
+    overlong_cache_tokens: NonNegativeInt = 0  # "penalty": over so many last tokens it falls linearly to -1
     short_step_scale: Literal["real", "nominal"] = "real"  # denominator of a short step
 
 
@@ -221,7 +235,7 @@ def from_mapping(mapping: Any) -> RunConfig:
     """
     if hasattr(mapping, "to_dict"):
         mapping = mapping.to_dict()
-    config = _convert(RunConfig, mapping, "")
+    config = convert(RunConfig, mapping)
     validate(config)
     return config
 
@@ -262,94 +276,3 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def _convert(cls: type, mapping: Mapping[str, Any], prefix: str) -> Any:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    for key in mapping:
-        if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=3)
-            hint = f"; did you mean {', '.join(prefix + n for n in near)}?" if near else ""
-            raise ConfigError(f"config.{prefix}{key}: there is no such key{hint}")
-    return cls(**{key: _checked(hints[key], value, prefix + key) for key, value in mapping.items()})
-
-
-def _checked(hint: Any, value: Any, name: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"config.{name}: expected a group of keys, got {value!r}")
-        return _convert(typing.cast(type, hint), value, name + ".")
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise ConfigError(f"config.{name}: {value!r} is not one of {', '.join(map(repr, choices))}")
-        return value
-    if origin is Annotated:
-        base, why, holds = typing.get_args(hint)
-        value = _checked(base, value, name)
-        if not holds(value):
-            raise ConfigError(f"config.{name}: {value!r} {why}")
-        return value
-    if origin is not None:  # Mapping[str, Any]
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"config.{name}: expected a mapping, got {value!r}")
-        return dict(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(f"config.{name}: expected {hint.__name__}, got {type(value).__name__} {value!r}")
-    return value
-
-
-def validate(config: RunConfig) -> None:
-    """Checks ranges and combinations. Raises ConfigError at the first that cannot work."""
-
-    def require(ok: bool, key: str, why: str) -> None:
-        if not ok:
-            value = _get(config, key)
-            raise ConfigError(f"config.{key}: {value!r} {why}")
-
-    _validate_shapes(config, require)
-    b, g, ds = config.num_prompts_per_step, config.num_generations_per_prompt, config.dynamic_sampling
-    require(ds.oversample >= 1, "dynamic_sampling.oversample", "must be at least 1: fewer groups cannot fill a step")
-    require(
-        not ds.enable or g > 1,
-        "num_generations_per_prompt",
-        f"gives loss.estimator = {config.loss.estimator!r} no baseline, so that dynamic_sampling.enable = True drops "
-        "every group: use at least 2",
-    )
-    require(
-        config.rollout_failure.min_live_per_group <= g,
-        "rollout_failure.min_live_per_group",
-        f"exceeds num_generations_per_prompt = {g}",
-    )
-    require(0 <= config.train.adam_b1 < 1, "train.adam_b1", "must lie in [0, 1)")
-    require(0 <= config.train.adam_b2 < 1, "train.adam_b2", "must lie in [0, 1)")
-    require(config.loss.clip_low < 1, "loss.clip_low", "must be below 1: the ratio is positive")
-    require(config.loss.tis_cap == 0 or config.loss.tis_cap >= 1, "loss.tis_cap", "must be 0 (off) or at least 1")
-    require(config.schedule.name == "rounds", "schedule.name", "is not a schedule; there is: rounds")
-    require(config.tasks.num_tasks >= b, "tasks.num_tasks", f"is less than one step's num_prompts_per_step = {b}")
-
-
-def _validate_shapes(config: RunConfig, require: Callable[[bool, str, str], None]) -> None:
-    b, g, m, t = config.num_prompts_per_step, config.num_generations_per_prompt, config.model, config.train
-    require(m.num_heads % m.num_kv_heads == 0, "model.num_heads", f"is no multiple of num_kv_heads = {m.num_kv_heads}")
-    require(m.head_dim % 2 == 0, "model.head_dim", "must be even: RoPE rotates pairs")
-    require(
-        b % (t.num_minibatches * t.num_microbatches) == 0,
-        "num_prompts_per_step",
-        f"is no multiple of train.num_minibatches * train.num_microbatches = {t.num_minibatches * t.num_microbatches}",
-    )
-    require(
-        config.sampler.num_slots % g == 0,
-        "sampler.num_slots",
-        f"is no multiple of num_generations_per_prompt = {g}: a group's rollouts are decoded together",
-    )
-
-
-def _get(config: RunConfig, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value

@@ -5,7 +5,7 @@ import numpy as np
 from dynrl.config import RunConfig
 from dynrl.metrics import Row, Sums
 from dynrl.models.tokenizer import Tokenizer
-from dynrl.rollout.rounds import gather, records_of, submit_for_judgement
+from dynrl.rollout.records import gather, records_of, submit_for_judgement
 from dynrl.tasks.store import FrozenTasks
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import Groups, Purpose, Request, Sampler, SamplingParams, Scores

@@ -32,6 +32,7 @@ from dynrl.rollout.events import (
     Draw,
     Event,
     Free,
+    GroupsJudged,
     Resumed,
     StepTrained,
     Stop,
@@ -185,6 +186,9 @@ class Loop:
     def _produce(self) -> list[Command]:
         """Selector -> sampler -> reward -> group filter -> buffer; the selector learns of every judged group."""
         events = self.parts.producer.poll()
+        for event in events:
+            if isinstance(event, GroupsJudged):
+                self.parts.statistics.long_prompts(sum(j.pattern == "too_long" for j in event.judgements))
         for judged in self.parts.producer.take_judged():
             self.parts.statistics.judged(judged)
             for outcome in judged.outcomes():

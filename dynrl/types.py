@@ -189,7 +189,7 @@ class TrainBatch(NamedTuple):
     """
 
     payload: Payload  # leading axis B
-    rewards_BG: Array  # float32: the configured metric, raw
+    rewards_BG: Array  # float32: the configured metric, raw; [B, G, K] where an estimator takes several rewards
     live_BG: Array  # bool
     real_B: Array  # bool
 

@@ -5,9 +5,12 @@ The same command again resumes from the newest checkpoint. Ctrl-C ends the run a
 
 import difflib
 import sys
+from pathlib import Path
 
 from absl import app, flags, logging
 from ml_collections import config_flags
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # files of configs/ import each other
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/; quickstart.py:grpo passes an argument.")
 flags.mark_flag_as_required("config")

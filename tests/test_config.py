@@ -4,6 +4,7 @@ import pytest
 from ml_collections import ConfigDict
 from tiny import tiny_mapping
 
+from dynrl.build import build, check_algorithm
 from dynrl.config import ConfigError, RunConfig, changed_keys, from_mapping, known_keys, to_mapping
 
 WRONG = [
@@ -23,16 +24,44 @@ WRONG = [
     ({"model": {"dtype": "float16"}}, r"config\.model\.dtype: 'float16' is not one of 'float32', 'bfloat16'"),
     ({"model": {"num_heads": 4, "num_kv_heads": 3}}, r"config\.model\.num_heads: 4 is no multiple of num_kv_heads = 3"),
     ({"model": {"head_dim": 7}}, r"config\.model\.head_dim: 7 must be even"),
-    ({"loss": {"estimator": "ppo"}}, r"config\.loss\.estimator: 'ppo' is not one of"),
-    ({"loss": {"clip_low": 1.0}}, r"config\.loss\.clip_low: 1\.0 must be below 1"),
+    ({"loss": {"clip_low": 1.5}}, r"config\.loss\.clip_low: 1\.5 must be at most 1 \(no lower bound\)"),
+    ({"loss": {"loss": "reinforce"}}, r"config\.loss\.loss: 'reinforce' is not one of 'ppo', 'gspo', 'cispo'"),
+    ({"loss": {"dual_clip": 0.9}}, r"config\.loss\.dual_clip: 0\.9 must be 0 \(off\) or above 1"),
+    ({"loss": {"dual_clip": 3.0, "loss": "cispo"}}, r"config\.loss\.dual_clip: 3\.0 has no meaning for loss\.loss"),
+    ({"loss": {"constant_length": 5}}, r"config\.loss\.constant_length: 5 has no meaning for loss\.aggregation = 'tok"),
+    ({"loss": {"overlong": "penalty"}}, r"config\.loss\.overlong_cache_tokens: 0 must lie in 1 to .* = 12"),
+    (
+        {"loss": {"overlong": "penalty", "overlong_cache_tokens": 13}},
+        r"config\.loss\.overlong_cache_tokens: 13 must lie in 1 to sampler\.max_completion_tokens = 12",
+    ),
+    ({"loss": {"overlong_cache_tokens": 4}}, r"overlong_cache_tokens: 4 .* and be 0 without"),
+    ({"loss": {"kl": "k4"}}, r"config\.loss\.kl: 'k4' is not one of 'k1', 'k2', 'k3'"),
+    ({"loss": {"kl_coef": float("inf")}}, r"config\.loss\.kl_coef: inf must be finite"),
+    ({"loss": {"rewards": "score"}}, r"config\.loss\.rewards: expected a tuple, got 'score'"),
+    ({"loss": {"rewards": ("score", 1)}}, r"config\.loss\.rewards\[1\]: expected str, got int 1"),
+    ({"loss": {"rewards": ("score", "score")}}, r"config\.loss\.rewards: .* names a reward twice"),
+    (
+        {"loss": {"rewards": ("style", "form")}},
+        r"config\.dynamic_sampling\.metric: 'score' is not among loss\.rewards = \('style', 'form'\)",
+    ),
+    (
+        {"loss": {"rewards": ("score", "form"), "overlong": "penalty", "overlong_cache_tokens": 4}},
+        r"config\.loss\.overlong: 'penalty' shapes one reward",
+    ),
+    ({"tasks": {"long_prompts": "cut"}}, r"config\.tasks\.long_prompts: 'cut' is not one of 'error', 'skip'"),
+    ({"reward": {"verifiers": "exact_match"}}, r"config\.reward\.verifiers: expected a mapping"),
+    ({"reward": {"timeout_secs": 0}}, r"config\.reward\.timeout_secs: 0\.0 must be positive"),
+    ({"model": {"tokenizer": "bpe"}}, r"config\.model\.tokenizer: 'bpe' is not one of 'auto', 'char', 'byte'"),
+    ({"evaluation": {"temperature": float("nan")}}, r"config\.evaluation\.temperature: nan must be finite"),
+    ({"mesh": {"data": -1}}, r"config\.mesh\.data: -1 must not be negative"),
+    ({"sampler": {"chunk_steps": 0}}, r"config\.sampler\.chunk_steps: 0 must be positive"),
+    ({"tasks": {"source_kwargs": {"a": {1, 2}}}}, r"config\.tasks\.source_kwargs: .* is not JSON-able"),
+    ({"tasks": {"source_kwargs": {"a": float("nan")}}}, r"config\.tasks\.source_kwargs: .* is not JSON-able"),
+    ({3: 1}, r"config\.3: there is no such key"),
     ({"loss": {"tis_cap": 0.5}}, r"config\.loss\.tis_cap: 0\.5 must be 0 \(off\) or at least 1"),
     ({"schedule": {"name": "windowed"}}, r"config\.schedule\.name: 'windowed' is not a schedule"),
     ({"dynamic_sampling": {"oversample": 0.5}}, r"config\.dynamic_sampling\.oversample: 0\.5 must be at least 1"),
     ({"dynamic_sampling": {"filter_kwargs": 1}}, r"config\.dynamic_sampling\.filter_kwargs: expected a mapping, got 1"),
-    (
-        {"num_generations_per_prompt": 1},
-        r"config\.num_generations_per_prompt: 1 gives loss.estimator = 'grpo' no baseline",
-    ),
     ({"rollout_failure": {"min_live_per_group": 9}}, r"min_live_per_group: 9 exceeds num_generations_per_prompt = 8"),
     ({"train": {"num_minibatches": 3}}, r"config\.num_prompts_per_step: 64 is no multiple of train\.num_minibatches"),
     ({"sampler": {"num_slots": 100}}, r"config\.sampler\.num_slots: 100 is no multiple of num_generations_per_prompt"),
@@ -44,6 +73,58 @@ WRONG = [
 def test_wrong_configurations_name_the_key(mapping, message):
     with pytest.raises(ConfigError, match=message):
         from_mapping(mapping)
+
+
+# What only the core, the sources or the machine know is checked when the parts are built.
+WRONG_PARTS = [
+    ({"num_generations_per_prompt": 1}, r"num_generations_per_prompt: 1 gives loss\.estimator = 'grpo' no baseline"),
+    (
+        {"num_generations_per_prompt": 1, "loss": {"estimator": "reinforce_pp"}},
+        r"dynamic_sampling\.filter: 'has_signal' drops every group of one rollout; .*'mixed_sign'",
+    ),
+    ({"loss": {"estimator": "gpro"}}, r"loss\.estimator: .*'gpro'.*did you mean 'grpo'"),
+    ({"loss": {"estimator_kwargs": {"dof": 1}}}, r"loss\.estimator: .*dof.*did you mean 'ddof'"),
+    ({"loss": {"estimator": "pass_at_k", "estimator_kwargs": {"k": 0}}}, r"loss\.estimator: .*k.*at least 1"),
+    ({"loss": {"estimator": "gdpo"}}, r"loss\.rewards: \(\), but loss\.estimator = 'gdpo' normalises several rewards"),
+    ({"loss": {"rewards": ("score", "form")}}, r"loss\.rewards: .*, but loss\.estimator = 'grpo' takes one reward"),
+    (
+        {"loss": {"estimator": "rl_zvp"}},
+        r"loss\.estimator: 'rl_zvp' learns from groups without signal.*set it to False",
+    ),
+    ({"dynamic_sampling": {"filter": "has_signals"}}, r"dynamic_sampling\.filter: .*did you mean 'has_signal'"),
+    ({"dynamic_sampling": {"filter": "min_std"}}, r"dynamic_sampling\.filter: .*threshold"),
+    ({"tasks": {"source": "digit_sort"}}, r"tasks: unknown task source 'digit_sort'.*did you mean 'digit_sorting'"),
+    ({"tasks": {"source_kwargs": {"max_len": 3}}}, r"tasks: .*takes no argument 'max_len'.*did you mean 'max_length'"),
+    ({"tasks": {"max_prompt_tokens": 3}}, r"tasks\.max_prompt_tokens: 3 is too few for source digit_sorting"),
+    ({"tasks": {"selector": "random"}}, r"tasks\.selector: unknown selector 'random'"),
+    ({"tasks": {"selector_kwargs": {"epochs": 3}}}, r"tasks\.selector: .*'epochs'.*did you mean 'num_epochs'"),
+    ({"evaluation": {"num_tasks": 10_000_000}}, r"evaluation|tasks: digit_sorting gave"),
+    ({"evaluation": {"source_kwargs": {"a": 1}}}, r"evaluation\.source_kwargs: .*evaluation\.source is empty"),
+    ({"reward": {"verifier": "exact"}}, r"reward\.verifier: no verifier 'exact'.*did you mean 'exact_match'"),
+    ({"reward": {"verifiers": {"sums": "exact_match"}}}, r"reward\.verifiers: .*'sums'.*digit_sorting"),
+    ({"mesh": {"tensor": 3}}, r"mesh: data 0 x fsdp 1 x tensor 3 does not give the 8 devices"),
+    ({"num_prompts_per_step": 12}, r"num_prompts_per_step: 12 is no multiple of the mesh's 8 row shards"),
+    ({"sampler": {"num_slots": 16}}, r"the sampler decodes 4 groups at once, no multiple of the mesh's 8 row shards"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG_PARTS)
+def test_parts_that_cannot_work_name_the_key(overrides, message):
+    mapping = tiny_mapping()
+    for key, value in overrides.items():
+        mapping[key] = mapping[key] | value if isinstance(value, dict) else value
+    config = from_mapping(mapping)
+    with pytest.raises(ConfigError, match=rf"^config\.({message})"):
+        build(config)
+
+
+def test_normalising_over_the_batch_with_a_filter_is_a_warning():
+    config = from_mapping(tiny_mapping(loss__estimator="reinforce_pp"))
+    (warning,) = check_algorithm(config)
+    assert "loss.estimator = 'reinforce_pp' normalises over the batch" in warning
+    assert check_algorithm(from_mapping(tiny_mapping(loss__estimator="reinforce_pp_baseline"))) == []
+    off = tiny_mapping(loss__estimator="reinforce_pp", dynamic_sampling__enable=False)
+    assert check_algorithm(from_mapping(off)) == []
 
 
 def test_round_trip_and_config_dict():

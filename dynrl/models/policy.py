@@ -11,7 +11,7 @@ from dynrl.types import Array, Payload
 
 def completion_logprobs(
     params: Params, payload: Payload, config: ModelConfig, *, temperature: Array | float = 1.0,
-    chunk_tokens: int = 0,
+    chunk_tokens: int = 0, entropy_gradient: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Log-probs of completion tokens, each prompt run once for its G rollouts.
 
@@ -24,6 +24,7 @@ def completion_logprobs(
       config: the architecture.
       temperature: divides the logits, as in the sampler.
       chunk_tokens: tokens whose logits exist at once; 0 = all.
+      entropy_gradient: whether the entropy is differentiated.
 
     Returns:
       (logp, entropy), float32 [B, G, T] each, meaningless in the padding.
@@ -51,6 +52,7 @@ def completion_logprobs(
         payload.tokens_PGT.reshape(n, t),
         temperature=temperature,
         chunk_size=chunk_tokens or None,
+        entropy_gradient=entropy_gradient,
     )
     return logp.reshape(p, g, t), entropy.reshape(p, g, t)
 

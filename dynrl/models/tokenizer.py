@@ -113,16 +113,53 @@ class CharTokenizer:
           ValueError: at shapes that do not fit, a length outside [0, T], or a negative id within a length.
         """
         tokens_NT, lengths_N = np.asarray(tokens_NT), np.asarray(lengths_N)
-        if tokens_NT.ndim != 2 or lengths_N.shape != tokens_NT.shape[:1]:
-            raise ValueError(f"expected tokens [N, T] and lengths [N], got {tokens_NT.shape} and {lengths_N.shape}")
+        _check_rows(tokens_NT, lengths_N)
         num_rows, width = tokens_NT.shape
         if not tokens_NT.size:
             return [""] * num_rows
-        if lengths_N.min() < 0 or lengths_N.max() > width:
-            raise ValueError(f"lengths must lie in [0, {width}], got {lengths_N.min()} to {lengths_N.max()}")
         ids_NT = np.where(np.arange(width) < lengths_N[:, None], tokens_NT, self.pad_id)
         if ids_NT.min() < 0:
             raise ValueError(f"token ids are at least 0, got {ids_NT.min()} in row {int(ids_NT.min(axis=1).argmin())}")
         characters_NT = np.ascontiguousarray(self._characters[np.minimum(ids_NT, self._num_ids)])
         rows = characters_NT.view(f"U{width}").ravel().tolist()  # one string a row; trailing NULs fall away
         return [row.replace(_DROPPED, "") for row in rows]
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8: any text, without a vocabulary to train. 0 is padding, 1 ends a completion.
+
+    Bytes that are not UTF-8, which a policy may well write, decode to U+FFFD. Lone surrogates cannot be encoded.
+    """
+
+    pad_id = 0
+    eos_id = 1
+    bos_id = None
+    vocab_size = 258
+    fingerprint = "bytes-258"
+
+    def encode(self, text: str) -> list[int]:
+        """Returns one id per byte. Raises ValueError for text with lone surrogates."""
+        return [byte + 2 for byte in text.encode()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of the ids, without pad and eos. Raises ValueError at an id outside [0, 258)."""
+        return self.decode_batch(np.array([ids], dtype=np.int64).reshape(1, -1), np.array([len(ids)]))[0]
+
+    def decode_batch(self, tokens_NT: np.ndarray, lengths_N: np.ndarray) -> list[str]:
+        """Returns the texts of right-padded rows, as `CharTokenizer.decode_batch` does."""
+        tokens_NT, lengths_N = np.asarray(tokens_NT), np.asarray(lengths_N)
+        _check_rows(tokens_NT, lengths_N)
+        ids_NT = np.where(np.arange(tokens_NT.shape[1]) < lengths_N[:, None], tokens_NT, self.pad_id)
+        if ids_NT.size and not 0 <= ids_NT.min() <= ids_NT.max() < self.vocab_size:
+            raise ValueError(f"token ids must lie in [0, 258), got {ids_NT.min()} to {ids_NT.max()}")
+        bytes_NT = (ids_NT - 2).astype(np.uint8)
+        rows = zip(bytes_NT, ids_NT > self.eos_id, strict=True)
+        return [row[kept].tobytes().decode(errors="replace") for row, kept in rows]
+
+
+def _check_rows(tokens_NT: np.ndarray, lengths_N: np.ndarray) -> None:
+    if tokens_NT.ndim != 2 or lengths_N.shape != tokens_NT.shape[:1]:
+        raise ValueError(f"expected tokens [N, T] and lengths [N], got {tokens_NT.shape} and {lengths_N.shape}")
+    width = tokens_NT.shape[1]
+    if tokens_NT.size and (lengths_N.min() < 0 or lengths_N.max() > width):
+        raise ValueError(f"lengths must lie in [0, {width}], got {lengths_N.min()} to {lengths_N.max()}")

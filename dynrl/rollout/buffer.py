@@ -37,7 +37,7 @@ class Stored(NamedTuple):
     """What the buffer holds per group; leading axis C (or P, or B)."""
 
     payload: Payload
-    rewards: Array  # float32 [C, G], the configured metric
+    rewards: Array  # float32 [C, G], the configured metric; [C, G, K] where an estimator takes several rewards
     live: Array  # bool [C, G]
 
 
@@ -69,16 +69,16 @@ def _store(buffer: Stored, rows: Stored, slot: Array) -> Stored:
 
 
 def _pack(rewards_PG: np.ndarray, live_PG: np.ndarray, slot_P: np.ndarray) -> np.ndarray:
-    """What the host adds to a payload, as one int32 array [P, 2 G + 1]: each array that is placed costs its time."""
-    bits_PG = np.ascontiguousarray(rewards_PG, np.float32).view(np.int32)
-    return np.concatenate([bits_PG, live_PG.astype(np.int32), slot_P[:, None]], axis=1)
+    """What the host adds to a payload, as one int32 array [P, ...]: each array that is passed costs its time."""
+    bits = np.ascontiguousarray(rewards_PG, np.float32).view(np.int32).reshape(len(slot_P), -1)
+    return np.concatenate([live_PG.astype(np.int32), bits, slot_P[:, None]], axis=1)
 
 
-def _unpack(payload: Payload, host: Array) -> tuple[Stored, Array]:
-    """Rows to store, and their slots."""
-    g = (host.shape[1] - 1) // 2
-    rewards = jax.lax.bitcast_convert_type(host[:, :g], jnp.float32)
-    return Stored(payload, rewards, host[:, g:-1] > 0), host[:, -1]
+def _unpack(payload: Payload, host: Array, rewards: Array) -> tuple[Stored, Array]:
+    """Rows to store, and their slots; `rewards` is the buffer's, for its shape."""
+    g = rewards.shape[1]
+    values = jax.lax.bitcast_convert_type(host[:, g:-1], jnp.float32).reshape(-1, *rewards.shape[1:])
+    return Stored(payload, values, host[:, :g] > 0), host[:, -1]
 
 
 class GroupBuffer:
@@ -91,6 +91,7 @@ class GroupBuffer:
       num_samples: G.
       max_prompt_tokens: L.
       max_completion_tokens: T.
+      num_rewards: K, for an estimator that takes several rewards; 0 = one, without an axis.
 
     Raises:
       ValueError: when B is no multiple of the row shards.
@@ -98,7 +99,7 @@ class GroupBuffer:
 
     def __init__(
         self, mesh: Mesh, *, capacity: int, batch_size: int, num_samples: int, max_prompt_tokens: int,
-        max_completion_tokens: int,
+        max_completion_tokens: int, num_rewards: int = 0,
     ) -> None:  # fmt: skip
         shards = sharding.num_row_shards(mesh)
         if batch_size % shards:
@@ -120,7 +121,8 @@ class GroupBuffer:
             logp_PGT=np.zeros((c, g, t), np.float32), mask_PGT=np.zeros((c, g, t), bool),
             version_PGT=zeros((c, g, t)), length_PG=zeros((c, g)), finish_PG=zeros((c, g)),
         )  # fmt: skip
-        empty = Stored(payload, np.zeros((c, g), np.float32), np.zeros((c, g), bool))
+        rewards = np.zeros((c, g, num_rewards) if num_rewards else (c, g), np.float32)
+        empty = Stored(payload, rewards, np.zeros((c, g), bool))
         self.arrays: Stored = jax.tree.map(lambda x: sharding.place(x, self._rows), empty)
         self._jit_programs()
 
@@ -129,11 +131,11 @@ class GroupBuffer:
         smap = partial(jax.shard_map, mesh=self._mesh)
 
         def put_own(buffer: Stored, payload: Payload, host: Array) -> Stored:
-            new, slot = _unpack(payload, host)
+            new, slot = _unpack(payload, host, buffer.rewards)
             return _store(buffer, new, slot)
 
         def put_spilled(buffer: Stored, payload: Payload, host: Array, source: Array) -> Stored:
-            new, slot = _unpack(payload, host)
+            new, slot = _unpack(payload, host, buffer.rewards)
             return _store(buffer, _exchange(new, source), slot)
 
         # Host arrays go straight into the programs, replicated: placing each first would cost as much as the call.
@@ -167,7 +169,7 @@ class GroupBuffer:
 
         Args:
           groups: from the sampler.
-          rewards_PG: float32, the configured metric.
+          rewards_PG: float32, the configured metric; [P, G, K] for several rewards.
           live_PG: bool.
           keep_P: which rows to store.
           records_P: of dtype RECORD.
@@ -243,9 +245,9 @@ class GroupBuffer:
     def warm_up(self, groups: Groups) -> TrainBatch:
         """Compiles everything: stores nothing of `groups`, and returns a batch of filler rows."""
         p = len(groups.tickets_P)
-        g = self.arrays.rewards.shape[1]
+        shape = (p, *self.arrays.rewards.shape[1:])
         nowhere = np.full(p, self.capacity, np.int32)
-        host = _pack(np.zeros((p, g), np.float32), np.zeros((p, g), bool), nowhere)
+        host = _pack(np.zeros(shape, np.float32), np.zeros(shape[:2], bool), nowhere)
         self.arrays = self._put_own(self.arrays, groups.payload, host)
         if self._shards > 1:  # a single shard never spills
             self.arrays = self._put_spilled(self.arrays, groups.payload, host, np.full(p, -1, np.int32))

@@ -23,7 +23,7 @@ class GroupsGenerated:
 
 
 class Judgement(NamedTuple):
-    """A group's verdict. `pattern` is mixed, all_pass, all_fail or uniform, for messages."""
+    """A group's verdict. `pattern` is mixed, all_pass, all_fail, uniform or too_long, for messages."""
 
     ticket: int
     verdict: Verdict

@@ -4,14 +4,16 @@ Vectorised filters are traced into one jitted program, which every process runs 
 filter on the host sees only the groups that its process owns; its mask is gathered like a reward (law 4).
 """
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dynrl.config import DynamicSamplingConfig
-from dynrl.core import GroupStats, group_advantages, group_stats, has_signal, make_filter
+from dynrl.config import DynamicSamplingConfig, LossConfig
+from dynrl.core import ESTIMATORS, GroupStats, group_advantages, group_stats, has_signal, make_filter
 from dynrl.types import Array, Verdict
 
 _PATTERNS = np.array(["mixed", "all_pass", "all_fail", "uniform"], object)
@@ -33,72 +35,84 @@ class Judged(NamedTuple):
 class Judge:
     """Decides which groups are kept.
 
+    Where an estimator normalises several rewards one by one, a group passes the filter with any of them.
+
     Args:
       config: the dynamic-sampling part; with enable = False every group is kept that did not fail.
-      estimator: of the advantages; a kept group has a rollout to train on whose advantage is not zero (law 2).
+      loss: the estimator of the advantages; a kept group has a rollout to train on whose advantage is not 0 (law 2).
       min_live: fewer live rollouts fail the group.
 
     Raises:
       ValueError or TypeError: for a filter that does not exist or does not fit.
     """
 
-    def __init__(self, config: DynamicSamplingConfig, estimator: str, min_live: int) -> None:
+    def __init__(self, config: DynamicSamplingConfig, loss: LossConfig, min_live: int) -> None:
         name = config.filter if config.enable else "keep_all"
         kwargs = config.filter_kwargs if config.enable else {}
         self.filter = make_filter(name, **kwargs)
         self._min_live = min_live
+        self._per_component = ESTIMATORS[loss.estimator].per_component
 
-        def program(rewards_PG: Array, live_PG: Array, trainable_PG: Array) -> Array:
-            stats = group_stats(rewards_PG, live_PG)
-            filter_P = stats.count >= 0 if self.filter.on_host else self.filter(stats, rewards_PG, live_PG)
-            advantages_PG = group_advantages(rewards_PG, live_PG, estimator=estimator)
-            teaches_P = ((advantages_PG != 0) & live_PG & trainable_PG).any(1)
+        def teaches(rewards: Array, live_PG: Array, trainable_PG: Array) -> Array:
+            if ESTIMATORS[loss.estimator].uses_uniform_groups:  # any group moves the policy
+                return (live_PG & trainable_PG).any(1)
+            advantages_PG = group_advantages(rewards, live_PG, estimator=loss.estimator, **loss.estimator_kwargs)
+            return ((advantages_PG != 0) & live_PG & trainable_PG).any(1)
+
+        def program(metric_PG: Array, rewards: Array, live_PG: Array, trainable_PG: Array) -> Array:
+            stats = group_stats(metric_PG, live_PG)
+            filter_P = stats.count >= 0
+            if not self.filter.on_host:
+                filter_P = self._filter_mask(metric_PG, rewards, live_PG)
+            teaches_P = teaches(rewards, live_PG, trainable_PG) | (not config.enable)
             # One array, one transfer; a count below 2**24 is exact in float32.
-            columns = (filter_P, teaches_P | (not config.enable), has_signal(stats), *stats)
+            columns = (filter_P, teaches_P, has_signal(stats), *stats)
             return jnp.stack([column.astype(jnp.float32) for column in columns])
 
         self._jitted = jax.jit(program)
 
-    def _program(
-        self, rewards_PG: np.ndarray, live_PG: np.ndarray, trainable_PG: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, GroupStats]:
-        """Whether the filter keeps, whether there is something to train, whether there is signal; statistics."""
-        columns = np.asarray(self._jitted(rewards_PG, live_PG, trainable_PG))
-        flags, stats = columns[:3] > 0, GroupStats(*columns[3:])
-        counts = {name: getattr(stats, name).astype(np.int32) for name in ("count", "positives")}
-        return flags[0], flags[1], flags[2], stats._replace(**counts)
+    def _filter_mask(self, metric_PG: Array, rewards: Array, live_PG: Array) -> Array:
+        parts = [rewards[..., k] for k in range(rewards.shape[-1])] if self._per_component else [metric_PG]
+        masks = [self.filter(group_stats(part, live_PG), part, live_PG) for part in parts]
+        return functools.reduce(operator.or_, masks)
 
-    def host_mask(self, rewards_PG: np.ndarray, live_PG: np.ndarray, rows_P: np.ndarray) -> np.ndarray:
+    def host_mask(
+        self, metric_PG: np.ndarray, rewards: np.ndarray, live_PG: np.ndarray, rows_P: np.ndarray
+    ) -> np.ndarray:
         """The host filter's mask for the groups in `rows_P`, False elsewhere; all True without a host filter."""
         if not self.filter.on_host:
             return rows_P.copy()
         keep_P = np.zeros(len(rows_P), bool)
         index = np.flatnonzero(rows_P)
         if len(index):
-            rewards, live = rewards_PG[index], live_PG[index]
-            stats = GroupStats(*(x[index] for x in self._program(rewards_PG, live_PG, live_PG)[3]))
-            keep_P[index] = self.filter(stats, rewards, live)
+            keep_P[index] = self._filter_mask(metric_PG[index], rewards[index], live_PG[index])
         return keep_P
 
     def __call__(
-        self, rewards_PG: np.ndarray, live_PG: np.ndarray, trainable_PG: np.ndarray, host_keep_P: np.ndarray
-    ) -> Judged:
+        self, metric_PG: np.ndarray, rewards: np.ndarray, live_PG: np.ndarray, trainable_PG: np.ndarray,
+        host_keep_P: np.ndarray,
+    ) -> Judged:  # fmt: skip
         """Verdicts.
 
         Args:
-          rewards_PG: float32, the configured raw metric; anything where dead.
+          metric_PG: float32, the configured raw metric; anything where dead.
+          rewards: float32, the estimator's own input, which may be shaped: [P, G], or [P, G, K] where it takes several.
           live_PG: bool.
           trainable_PG: bool, rollouts whose tokens the loss does not mask.
           host_keep_P: the gathered mask of a host filter, or all True.
         """
-        filter_P, teaches_P, signal_P, stats = self._program(rewards_PG, live_PG, trainable_PG)
+        columns = np.asarray(self._jitted(metric_PG, rewards, live_PG, trainable_PG))
+        (filter_P, teaches_P, signal_P), stats = columns[:3] > 0, GroupStats(*columns[3:])
+        stats = stats._replace(count=stats.count.astype(np.int32), positives=stats.positives.astype(np.int32))
         keep_P = filter_P & host_keep_P & teaches_P
         failed_P = stats.count < self._min_live
         verdict_P = _VERDICTS[np.where(failed_P, 2, keep_P)]
         uniform_P = np.where(stats.min > 0, 1, np.where(stats.max <= 0, 2, 3))
         return Judged(verdict_P, _PATTERNS[np.where(signal_P, 0, uniform_P)], stats)
 
-    def warm_up(self, num_groups: int, num_samples: int) -> None:
+    def warm_up(self, num_groups: int, num_samples: int, num_rewards: int = 0) -> None:
         """Compiles."""
-        shape = (num_groups, num_samples)
-        self._program(np.zeros(shape, np.float32), *(np.zeros(shape, bool),) * 2)
+        metric_PG = np.zeros((num_groups, num_samples), np.float32)
+        rewards = np.zeros((*metric_PG.shape, num_rewards), np.float32) if num_rewards else metric_PG
+        live_PG = metric_PG > 0
+        self(metric_PG, rewards, live_PG, live_PG, live_PG[:, 0])

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from dynrl.metrics import Row, Sums
 from dynrl.rollout.judge import Judged
 from dynrl.rollout.ledger import Phase
-from dynrl.rollout.rounds import STATUSES, JudgedGroups
+from dynrl.rollout.records import STATUSES, JudgedGroups
 from dynrl.types import Finish, Verdict
 
 POPULATIONS = ("all", "kept", "trained", "first_attempt")
@@ -23,10 +23,12 @@ class RolloutStatistics:
 
     Args:
       metric: the configured reward metric; recorded beside the score when it is another.
+      sources: of the tasks; several are counted apart too.
     """
 
-    def __init__(self, metric: str) -> None:
+    def __init__(self, metric: str, sources: Sequence[str] = ()) -> None:
         self._metric = metric
+        self._sources = sources if len(sources) > 1 else ()
         self._sums = Sums()
         self._clear()
 
@@ -37,7 +39,12 @@ class RolloutStatistics:
         for population in POPULATIONS:
             for name in [*self._rewards(), f"length/{population}/mean"]:
                 self._sums.add(name.format(population), 0, 0)
-        self._sums.count("backfill/wasted_tokens", 0)
+        for name in ("backfill/wasted_tokens", "rollout/long_prompts"):
+            self._sums.count(name, 0)
+        for source in self._sources:
+            self._sums.count(f"source/{source}/groups", 0)
+            for name in ("kept_frac", "reward/mean"):
+                self._sums.add(f"source/{source}/{name}", 0, 0)
 
     def _rewards(self) -> list[str]:
         names = ["reward/score/{}/mean"]
@@ -60,6 +67,12 @@ class RolloutStatistics:
             if count:
                 self._sums.count(f"reward/status/{STATUSES[status]}", count)
         self._sums.count("backfill/wasted_tokens", r.length[~kept_N].sum())
+        names_N = np.array(groups.sources)
+        for name in sorted(set(groups.sources)) if self._sources else ():
+            rows = names_N == name
+            self._sums.count(f"source/{name}/groups", rows.sum())
+            self._sums.add(f"source/{name}/kept_frac", kept_N[rows].sum(), (~failed_N[rows]).sum())
+            self._sums.add(f"source/{name}/reward/mean", sums_N[1][rows].sum(), count_N[rows].sum())
         binary_N = (~live_NG | (r.metric == 0) | (r.metric == 1)).all(1)
         self._filter(groups.judged, kept_N, failed_N, np.where(binary_N, sums_N[1], -1))
 
@@ -91,6 +104,10 @@ class RolloutStatistics:
         self._add("trained", r["score"].sum(), r["metric"].sum(), r["length"].sum(), r["live"].sum())
         self._sums.add("train_batch/staleness/mean", (version - r["version"]).sum(), len(r))
         self._sums.count("backfill/carried_groups", (r["step"] < step).sum())
+
+    def long_prompts(self, num: int) -> None:
+        """Counts groups that were given up because their prompt is too long."""
+        self._sums.count("rollout/long_prompts", num)
 
     def freed(self, records_N: np.ndarray) -> None:
         """Counts kept groups that will not be trained after all."""

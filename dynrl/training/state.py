@@ -19,6 +19,7 @@ class TrainState(NamedTuple):
     params: Params
     opt_state: Any
     updates: Array  # int32 scalar
+    reference: Params  # the policy that KL is measured from, which no update changes; empty without a KL term
 
 
 def learning_rate(config: TrainConfig, num_steps: int) -> optax.Schedule:
@@ -65,34 +66,38 @@ def _decayed(params: Params) -> Any:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
+def fresh_state(params: Params, optimizer: optax.GradientTransformation, reference: bool) -> TrainState:
+    """The state around given weights before any update; under jit."""
+    copy = jax.tree.map(jnp.copy, params) if reference else {}
+    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), copy)
+
+
 def init_state(
-    config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int
-) -> TrainState:
+    config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int,
+    reference: bool = False,
+) -> TrainState:  # fmt: skip
     """Random weights, each array made in its shard. The same numbers on every mesh."""
 
     def init(key: Array) -> TrainState:
-        params = init_params(config, vocab_size, key)
-        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+        return fresh_state(init_params(config, vocab_size, key), optimizer, reference)
 
     key = jax.random.key(seed, impl="threefry2x32")
-    return jax.jit(init, out_shardings=state_shardings(config, vocab_size, optimizer, mesh))(key)
+    return jax.jit(init, out_shardings=state_shardings(config, vocab_size, optimizer, mesh, reference))(key)
 
 
 def with_params(state: TrainState, params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """Fresh optimizer state around given weights, in the same shardings."""
+    """A fresh state around given weights, in the same shardings; they are the reference too, where there is one."""
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    fresh = jax.jit(lambda p: TrainState(p, optimizer.init(p), jnp.zeros((), jnp.int32)), out_shardings=shardings)
-    return fresh(params)
+    return jax.jit(lambda p: fresh_state(p, optimizer, bool(state.reference)), out_shardings=shardings)(params)
 
 
 def state_shardings(
-    config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation, mesh: Mesh, reference: bool = False
 ) -> TrainState:
-    """A TrainState of NamedSharding: optimizer moments lie as their parameters do."""
+    """A TrainState of NamedSharding: optimizer moments and reference lie as their parameters do."""
 
     def shapes(key: Array) -> TrainState:
-        params = init_params(config, vocab_size, key)
-        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+        return fresh_state(init_params(config, vocab_size, key), optimizer, reference)
 
     abstract = jax.eval_shape(shapes, jax.eval_shape(lambda: jax.random.key(0)))
     return sharding.param_shardings(abstract, mesh)

@@ -14,7 +14,14 @@ import optax
 from jax.sharding import Mesh
 
 from dynrl.config import ConfigError, RunConfig
-from dynrl.core import group_advantages, masked_sum_count, policy_loss, safe_divide
+from dynrl.core import (
+    ESTIMATORS,
+    group_advantages,
+    masked_sum_count,
+    policy_loss,
+    safe_divide,
+    soft_overlong_penalty,
+)
 from dynrl.models import sharding
 from dynrl.models.decoder import Params
 from dynrl.models.policy import completion_logprobs
@@ -28,9 +35,10 @@ class Part(NamedTuple):
     """What the loss of some groups needs, [b, G, ...]."""
 
     batch: TrainBatch
-    advantages_BG: Array
+    advantages_BG: Array  # zeros where the estimator needs each token's entropy
     mask_BGT: Array
-    old_logp_BGT: Array  # meaningful when an update is not the first of its step
+    old_logp_BGT: Array | None  # None where the only update of a step is its first
+    ref_logp_BGT: Array | None  # None without a KL term
 
 
 def loss_mask(batch: TrainBatch, overlong: str) -> Array:
@@ -52,6 +60,14 @@ def cut(tree: Any, num_parts: int, index: Array | int, shards: int) -> Any:
     return jax.tree.map(one, tree)
 
 
+def estimator_input(batch: TrainBatch, config: RunConfig) -> Array:
+    """The rewards that advantages are computed from: raw, or with DAPO's penalty for overlong completions."""
+    if config.loss.overlong != "penalty":
+        return batch.rewards_BG
+    limit, cache = config.sampler.max_completion_tokens, config.loss.overlong_cache_tokens
+    return batch.rewards_BG + soft_overlong_penalty(batch.payload.length_PG, max_tokens=limit, cache_tokens=cache)
+
+
 def _logprobs(params: Params, batch: TrainBatch, config: RunConfig) -> tuple[Array, Array]:
     return completion_logprobs(
         params,
@@ -59,39 +75,60 @@ def _logprobs(params: Params, batch: TrainBatch, config: RunConfig) -> tuple[Arr
         config.model,
         temperature=config.sampler.temperature,
         chunk_tokens=config.train.logprob_chunk_tokens,
+        entropy_gradient=config.loss.entropy_coef > 0,
     )
 
 
-def _loss(params: Params, part: Part, config: RunConfig, on_policy: bool) -> tuple[Array, tuple[Array, Sums]]:
+def _loss(params: Params, part: Part, config: RunConfig) -> tuple[Array, tuple[Array, Sums]]:
     """Loss sum of some groups, with its weight and metric sums."""
     logp_BGT, entropy_BGT = _logprobs(params, part.batch, config)
-    old_BGT = jax.lax.stop_gradient(logp_BGT) if on_policy else part.old_logp_BGT
+    old_BGT = jax.lax.stop_gradient(logp_BGT) if part.old_logp_BGT is None else part.old_logp_BGT
     c, t = config.loss, logp_BGT.shape[-1]
+    advantages = part.advantages_BG[..., None]
+    if ESTIMATORS[c.estimator].per_token:
+        advantages = group_advantages(
+            estimator_input(part.batch, config),
+            part.batch.live_BG & part.batch.real_B[:, None],
+            estimator=c.estimator,
+            entropy_PGT=jax.lax.stop_gradient(entropy_BGT),
+            mask_PGT=part.mask_BGT,
+            **c.estimator_kwargs,
+        )
 
     def rows(x: Array) -> Array:
         return x.reshape(-1, t)
 
+    terms: dict[str, Any] = {}
+    if c.kl_coef:
+        terms = {"kl": c.kl, "kl_coef": c.kl_coef, "ref_logp_NT": rows(part.ref_logp_BGT)}
+    if c.entropy_coef:
+        terms |= {"entropy_coef": c.entropy_coef, "entropy_NT": rows(entropy_BGT)}
+    if terms and c.regularize == "signal":
+        terms["regularize_mask_NT"] = rows(part.mask_BGT & (advantages != 0).any(-1, keepdims=True))
     constant = (c.constant_length or config.sampler.max_completion_tokens) if c.aggregation == "constant" else None
     loss_sum, weight, sums = policy_loss(
         rows(logp_BGT),
         rows(old_BGT),
         rows(part.batch.payload.logp_PGT),
-        part.advantages_BG.reshape(-1),
+        advantages.reshape(-1, t) if advantages.shape[-1] == t else advantages.reshape(-1),
         rows(part.mask_BGT),
+        loss=c.loss,
         clip_low=c.clip_low,
         clip_high=c.clip_high,
+        dual_clip=c.dual_clip or None,
         aggregation=c.aggregation,
         constant_length=constant,
         tis_cap=c.tis_cap or None,
+        **terms,
     )
     sums["loss"] = (jax.lax.stop_gradient(loss_sum), weight)
     sums["entropy"] = masked_sum_count(jax.lax.stop_gradient(entropy_BGT), part.mask_BGT)
     return loss_sum, (weight, sums)
 
 
-def _gradients(params: Params, part: Part, config: RunConfig, on_policy: bool, shards: int) -> tuple[Any, Array, Sums]:
+def _gradients(params: Params, part: Part, config: RunConfig, shards: int) -> tuple[Any, Array, Sums]:
     """Summed gradients, loss weight and metric sums over the microbatches of a part."""
-    grad = jax.grad(partial(_loss, config=config, on_policy=on_policy), has_aux=True)
+    grad = jax.grad(partial(_loss, config=config), has_aux=True)
     num = config.train.num_microbatches
 
     def one(index: Array | int) -> tuple[Any, Array, Sums]:
@@ -104,16 +141,22 @@ def _gradients(params: Params, part: Part, config: RunConfig, on_policy: bool, s
     return jax.lax.scan(lambda acc, i: (jax.tree.map(jnp.add, acc, one(i)), None), total, jnp.arange(num))[0]
 
 
-def prepare(params: Params, batch: TrainBatch, config: RunConfig, on_policy: bool) -> tuple[Part, dict[str, Array]]:
-    """Advantages, masks, and the log-probs at the step's start where later updates need them.
+def prepare(state: TrainState, batch: TrainBatch, config: RunConfig, on_policy: bool) -> tuple[Part, dict[str, Array]]:
+    """Advantages, masks, and the log-probs of other weights: the step's first ones (if needed), the reference.
 
     Returns the whole batch as a part, and metrics of the batch.
     """
-    live_BG = batch.live_BG & batch.real_B[:, None]
-    advantages_BG = group_advantages(batch.rewards_BG, live_BG, estimator=config.loss.estimator)
-    mask_BGT = loss_mask(batch, config.loss.overlong)
-    old_BGT = jnp.zeros_like(batch.payload.logp_PGT) if on_policy else _logprobs(params, batch, config)[0]
-    trains_B = jnp.any((advantages_BG != 0) & mask_BGT.any(-1), axis=1)
+    c, live_BG = config.loss, batch.live_BG & batch.real_B[:, None]
+    mask_BGT = loss_mask(batch, c.overlong)
+    if ESTIMATORS[c.estimator].per_token:
+        advantages_BG, trains_BG = jnp.zeros(live_BG.shape, jnp.float32), live_BG
+    else:
+        rewards = estimator_input(batch, config)
+        advantages_BG = group_advantages(rewards, live_BG, estimator=c.estimator, **c.estimator_kwargs)
+        trains_BG = advantages_BG != 0
+    old_BGT = None if on_policy else _logprobs(state.params, batch, config)[0]
+    ref_BGT = _logprobs(state.reference, batch, config)[0] if c.kl_coef else None
+    trains_B = jnp.any(trains_BG & mask_BGT.any(-1), axis=1)
     zero_B = batch.real_B & ~trains_B
     real = batch.real_B.sum()
     metrics = {
@@ -121,12 +164,12 @@ def prepare(params: Params, batch: TrainBatch, config: RunConfig, on_policy: boo
         "train_batch/groups": real,
         "train_batch/tokens": mask_BGT.sum(),
     }
-    return Part(batch, advantages_BG, mask_BGT, old_BGT), metrics
+    return Part(batch, advantages_BG, mask_BGT, old_BGT, ref_BGT), metrics
 
 
 def update(
     state: TrainState, part: Part, index: Array, config: RunConfig, optimizer: optax.GradientTransformation,
-    on_policy: bool, shards: int,
+    shards: int,
 ) -> tuple[TrainState, tuple[Sums, Array]]:  # fmt: skip
     """One optimizer update on minibatch `index` of the batch.
 
@@ -139,7 +182,7 @@ def update(
     real = part.batch.real_B.sum()
     num = config.train.num_minibatches
     mini = cut(part, num, index, shards) if num > 1 else part
-    grads, weight, sums = _gradients(state.params, mini, config, on_policy, shards)
+    grads, weight, sums = _gradients(state.params, mini, config, shards)
     denominator = weight
     if config.loss.short_step_scale == "nominal":
         denominator = weight * part.batch.real_B.shape[0] / jnp.maximum(real, 1)
@@ -148,7 +191,7 @@ def update(
     finite = jnp.isfinite(norm)
     apply = finite & (weight > 0)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    moved = TrainState(optax.apply_updates(state.params, updates), opt_state, state.updates + 1)
+    moved = TrainState(optax.apply_updates(state.params, updates), opt_state, state.updates + 1, state.reference)
     state = jax.tree.map(lambda new, old: jnp.where(apply, new, old), moved, state)
     sums["grad_norm"] = (norm, (weight > 0).astype(norm.dtype))
     return state, (sums, (~finite).astype(jnp.int32))
@@ -165,8 +208,8 @@ def train_step(
     """
     per_epoch = config.train.num_minibatches
     num_updates = config.train.num_epochs * per_epoch
-    part, metrics = prepare(state.params, batch, config, on_policy=num_updates == 1)
-    one = partial(update, part=part, config=config, optimizer=optimizer, on_policy=num_updates == 1, shards=shards)
+    part, metrics = prepare(state, batch, config, on_policy=num_updates == 1)
+    one = partial(update, part=part, config=config, optimizer=optimizer, shards=shards)
     if num_updates == 1:
         state, (sums, nonfinite) = one(state, index=jnp.zeros((), jnp.int32))
     else:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynrl.models.tokenizer import CharTokenizer
+from dynrl.models.tokenizer import ByteTokenizer, CharTokenizer
 from dynrl.tasks.procedural import DigitSorting
 
 
@@ -101,3 +101,23 @@ def test_the_fingerprint_names_the_mapping_in_every_process():
     environment = {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == tokenizer.fingerprint
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=4))
+def test_bytes_round_trip_any_text_that_utf8_can_hold(texts):
+    tokenizer = ByteTokenizer()
+    rows = [tokenizer.encode(text) for text in texts]
+    assert [tokenizer.decode(row) for row in rows] == texts
+    width = max(map(len, rows), default=0)
+    tokens_NT = np.array([row + [-9] * (width - len(row)) for row in rows], np.int64).reshape(len(rows), width)
+    assert tokenizer.decode_batch(tokens_NT, np.array([len(row) for row in rows], int)) == texts
+
+
+def test_bytes_that_are_no_text_show():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode([0, 2 + 0xE2, 2 + ord("a"), 1]) == "\N{REPLACEMENT CHARACTER}a"
+    with pytest.raises(ValueError, match=r"must lie in \[0, 258\), got 2 to 258"):
+        tokenizer.decode([2, 258])
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        tokenizer.encode("\ud800")

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from dynrl.config import DynamicSamplingConfig
+from dynrl.config import DynamicSamplingConfig, LossConfig
 from dynrl.rollout.judge import Judge
 from dynrl.types import Verdict
 
@@ -62,20 +62,28 @@ def user_filters(tmp_path, monkeypatch):
 
 
 @functools.cache
-def make_judge(config, estimator, min_live):
-    return Judge(DynamicSamplingConfig(**json.loads(config)), estimator, min_live)
+def make_judge(config, loss, min_live):
+    return Judge(DynamicSamplingConfig(**json.loads(config)), LossConfig(**json.loads(loss)), min_live)
 
 
-def judge(rewards, live=None, trainable=None, *, estimator="grpo", min_live=None, **config):
-    """The verdicts of one process that owns every row. Padded to 8 groups: a new shape compiles."""
+def judge(rewards, live=None, trainable=None, *, shaped=None, loss=None, min_live=None, **config):
+    """The verdicts of one process that owns every row. Padded to 8 groups: a new shape compiles.
+
+    `shaped` is the estimator's input where that is not the metric itself.
+    """
     num, size = np.shape(rewards)
     rewards_PG = np.zeros((8, size), np.float32)
     live_PG, trainable_PG = np.ones((2, 8, size), bool)
     rewards_PG[:num] = rewards
     live_PG[:num] = True if live is None else live
     trainable_PG[:num] = True if trainable is None else trainable
-    judge = make_judge(json.dumps(config), estimator, min_live or size)
-    judged = judge(rewards_PG, live_PG, trainable_PG, judge.host_mask(rewards_PG, live_PG, np.arange(8) < num))
+    judge = make_judge(json.dumps(config), json.dumps(loss or {}), min_live or size)
+    shaped_P = rewards_PG
+    if shaped is not None:
+        shaped_P = np.zeros((8, *np.shape(shaped)[1:]), np.float32)
+        shaped_P[:num] = shaped
+    host_P = judge.host_mask(rewards_PG, shaped_P, live_PG, np.arange(8) < num)
+    judged = judge(rewards_PG, shaped_P, live_PG, trainable_PG, host_P)
     return judged.rows(np.arange(len(judged.verdict_P)) < num)
 
 
@@ -107,7 +115,7 @@ def test_built_in_filters(config, verdicts):
 
 @pytest.mark.parametrize("estimator", ["dr_grpo", "rloo"])
 def test_the_estimator_does_not_change_what_has_signal(estimator):
-    assert judge(REWARDS, estimator=estimator).verdict_P.tolist() == judge(REWARDS).verdict_P.tolist()
+    assert judge(REWARDS, loss={"estimator": estimator}).verdict_P.tolist() == judge(REWARDS).verdict_P.tolist()
 
 
 def test_patterns_name_what_groups_look_like():
@@ -178,19 +186,21 @@ def test_user_filter_of_one_group(user_filters):
 
 def test_a_host_filter_is_asked_about_owned_rows_only(user_filters):
     owned = np.array([0, 1, 0, 0, 1, 0, 0], bool)
-    part = Judge(DynamicSamplingConfig(filter=f"{user_filters}:two_values"), "grpo", 4)
-    mask = part.host_mask(REWARDS, ALL, owned)
+    part = Judge(DynamicSamplingConfig(filter=f"{user_filters}:two_values"), LossConfig(), 4)
+    mask = part.host_mask(REWARDS, REWARDS, ALL, owned)
     assert mask.tolist() == [False, False, False, False, True, False, False]
     assert [REWARDS[1].tolist(), REWARDS[4].tolist()] == sys.modules[user_filters].SEEN
-    assert part.host_mask(REWARDS, ALL, np.zeros(7, bool)).tolist() == [False] * 7
+    assert part.host_mask(REWARDS, REWARDS, ALL, np.zeros(7, bool)).tolist() == [False] * 7
     assert len(sys.modules[user_filters].SEEN) == 2
     # The gathered mask of all processes then decides.
-    assert part(REWARDS, ALL, ALL, np.arange(7) != 0).verdict_P.tolist() == [D, D, D, D, K, K, K]
+    assert part(REWARDS, REWARDS, ALL, ALL, np.arange(7) != 0).verdict_P.tolist() == [D, D, D, D, K, K, K]
 
 
 def test_without_a_host_filter_the_mask_says_nothing(user_filters):
     for config in ({}, {"filter": f"{user_filters}:at_most", "filter_kwargs": {"most": 1}}):
-        mask = Judge(DynamicSamplingConfig(**config), "grpo", 4).host_mask(REWARDS, ALL, np.ones(7, bool))
+        mask = Judge(DynamicSamplingConfig(**config), LossConfig(), 4).host_mask(
+            REWARDS, REWARDS, ALL, np.ones(7, bool)
+        )
         assert mask.all()
 
 
@@ -210,3 +220,33 @@ def test_errors_name_the_filter(user_filters):
 def test_off_ignores_the_filter_and_its_arguments():
     """What is off need not be importable."""
     assert judge(REWARDS, enable=False, filter="no_such.module:f", filter_kwargs={"a": 1}).verdict_P.tolist() == [K] * 7
+
+
+def test_the_filter_sees_the_raw_metric_and_the_advantages_the_shaped_one():
+    """FIELD report 5: a penalty for length gives all-wrong groups a spread, and must not let them pass.
+
+    The third group has signal, but its one right rollout loses all of it to the penalty: nothing is left to learn.
+    """
+    rewards = [[0, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
+    shaped = [[0, 0, 0, -1], [0.5, 0, 0, 0], [0, 0, 0, 0]]
+    assert judge(rewards, shaped=shaped).verdict_P.tolist() == [D, K, D]
+
+
+def test_several_rewards_pass_the_filter_with_any_of_them():
+    # Per component: uniform and uniform, uniform and mixed, mixed and uniform, and two that cancel out.
+    shaped = np.array([
+        [[1, 0], [1, 0], [1, 0], [1, 0]],
+        [[0, 1], [0, 0], [0, 0], [0, 0]],
+        [[1, 1], [0, 1], [0, 1], [0, 1]],
+        [[1, 0], [1, 0], [0, 1], [0, 1]],
+    ])  # fmt: skip
+    loss = {"estimator": "gdpo", "rewards": ["score", "style"]}
+    judged = judge(shaped[..., 0], shaped=shaped, loss=loss)
+    assert judged.verdict_P.tolist() == [D, K, K, D]
+    assert judged.pattern_P.tolist() == ["all_pass", "all_fail", "mixed", "mixed"]  # of the metric
+
+
+def test_an_estimator_of_the_whole_batch_learns_from_any_group():
+    loss = {"estimator": "reinforce_pp"}
+    assert judge([[1, 1, 1, 1], [0, 1, 0, 0]], loss=loss, filter="keep_all").verdict_P.tolist() == [K, K]
+    assert judge([[1, 1, 1, 1], [0, 1, 0, 0]], loss=loss).verdict_P.tolist() == [D, K]

@@ -14,7 +14,8 @@ from dynrl.rollout.buffer import RECORD, GroupBuffer
 from dynrl.rollout.events import GroupsGenerated, GroupsJudged, Judgement
 from dynrl.rollout.judge import Judge
 from dynrl.rollout.ledger import Ticket
-from dynrl.rollout.rounds import STATUSES, Records, RoundsProducer, gather, records_of
+from dynrl.rollout.records import STATUSES, Records, gather, records_of
+from dynrl.rollout.rounds import RoundsProducer
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import Finish, Groups, Payload, Purpose, Reward, SamplingParams, Scores, Status, Task, Verdict
 
@@ -114,7 +115,7 @@ def parts(mesh1):
     """A judge and a buffer, compiled once."""
     run = config()
     buffer = GroupBuffer(mesh1, capacity=8, batch_size=4, num_samples=G, max_prompt_tokens=L, max_completion_tokens=T)
-    return Judge(run.dynamic_sampling, "grpo", G), buffer
+    return Judge(run.dynamic_sampling, run.loss, G), buffer
 
 
 def tickets(*numbers):
@@ -206,7 +207,7 @@ def test_a_rollout_that_the_sampler_lost_is_dead(mesh1, parts):
 
 
 def test_a_group_without_live_rollouts_fails_whatever_is_allowed(mesh1, parts):
-    judge = Judge(config().dynamic_sampling, "grpo", 1)
+    judge = Judge(config().dynamic_sampling, config().loss, 1)
     sampler = ScriptedSampler(mesh1, [(5, 6)], {5: ("5", "0"), 6: ("6", None)})
     events, _ = run_round(parts, sampler, ScriptedVerifiers(broken=[5]), (5, 6), judge=judge)
     # One live rollout has no signal.
@@ -299,7 +300,9 @@ def random_records(seed):
     odd = np.array([0x7FC12345, 0xFFC00001, 0x80000000, 1, 0x7F800000], np.uint32).view(np.float32)
     status, length, finish = rng.integers(0, 5, (3, P, G), dtype=np.int32)
     keep = rng.integers(0, 2, (P, 1), dtype=np.int32)
-    return Records(rng.choice(odd, (P, G)), rng.choice(odd, (P, G)), status, length, finish, keep)
+    return Records(
+        rng.choice(odd, (P, G)), rng.choice(odd, (P, G)), status, length, finish, keep, rng.choice(odd, (P, 2 * G))
+    )
 
 
 def test_gather_takes_each_row_from_its_owner_bit_for_bit(monkeypatch):

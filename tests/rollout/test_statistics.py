@@ -11,14 +11,16 @@ from dynrl.metrics import check_names
 from dynrl.rollout.buffer import RECORD
 from dynrl.rollout.judge import Judged
 from dynrl.rollout.ledger import Ledger, Ticket
-from dynrl.rollout.rounds import STATUSES, JudgedGroups, Records
+from dynrl.rollout.records import STATUSES, JudgedGroups, Records
 from dynrl.rollout.statistics import RolloutStatistics
 from dynrl.types import Finish, Status, Verdict
 
 TOTALS = Ledger().totals()
 
 
-def group(number, scores, verdict, pattern, *, index=0, lengths=None, statuses=None, finish=None, metric=None):
+def group(
+    number, scores, verdict, pattern, *, index=0, lengths=None, statuses=None, finish=None, metric=None, source="s"
+):
     """One judged group, as the row of each array."""
     statuses = statuses or [Status.OK] * len(scores)
     metric = np.array([scores if metric is None else metric], np.float32)
@@ -29,16 +31,18 @@ def group(number, scores, verdict, pattern, *, index=0, lengths=None, statuses=N
         length=np.array([lengths or [1] * len(scores)], np.int32),
         finish=np.array([finish or [Finish.STOP] * len(scores)], np.int32),
         host_keep=np.ones((1, 1), np.int32),
+        components=np.zeros((1, 0), np.float32),
     )
     judged = Judged(np.array([verdict], object), np.array([pattern], object), group_stats(records.metric, records.live))
-    return JudgedGroups([Ticket(number, number, 0, 0, 0, index)], judged, records)
+    return JudgedGroups([Ticket(number, number, 0, 0, 0, index)], [source], judged, records)
 
 
 def together(groups):
     """Several judged groups as one."""
     stack = lambda *x: np.concatenate(x)  # noqa: E731
     judged, records = (jax.tree.map(stack, *[getattr(g, name) for g in groups]) for name in ("judged", "records"))
-    return JudgedGroups([t for g in groups for t in g.tickets], judged, records)
+    tickets, sources = ([x for g in groups for x in getattr(g, name)] for name in ("tickets", "sources"))
+    return JudgedGroups(tickets, sources, judged, records)
 
 
 def stored(**columns):

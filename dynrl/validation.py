@@ -1,0 +1,141 @@
+"""What a configuration may hold: types and ranges of single values, and combinations that cannot work.
+
+A value's type and range stand in its annotation (`dynrl.config`); what concerns several keys stands here in `validate`.
+Rules that need the core's or the tasks' own knowledge are checked where these are built (`dynrl.build`).
+"""
+
+import dataclasses
+import difflib
+import json
+import typing
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+if TYPE_CHECKING:
+    from dynrl.config import RunConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work. The message starts with the key's full name."""
+
+
+def convert(cls: type, mapping: Mapping[str, Any], prefix: str = "") -> Any:
+    """A dataclass from a nested mapping. Raises ConfigError, naming the key, for what does not fit its annotations."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"config: expected a mapping of keys, got {mapping!r:.80}")
+    for key in mapping:
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=3)
+            hint = f"; did you mean {', '.join(prefix + n for n in near)}?" if near else ""
+            raise ConfigError(f"config.{prefix}{key}: there is no such key{hint}")
+    return cls(**{key: _checked(hints[key], value, prefix + key) for key, value in mapping.items()})
+
+
+def _checked(hint: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config.{name}: expected a group of keys, got {value!r}")
+        return convert(typing.cast(type, hint), value, name + ".")
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise ConfigError(f"config.{name}: {value!r} is not one of {', '.join(map(repr, choices))}")
+        return value
+    if origin is Annotated:
+        base, why, holds = typing.get_args(hint)
+        value = _checked(base, value, name)
+        if not holds(value):
+            raise ConfigError(f"config.{name}: {value!r} {why}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, tuple | list):
+            raise ConfigError(f"config.{name}: expected a tuple, got {value!r}")
+        return tuple(_checked(typing.get_args(hint)[0], v, f"{name}[{i}]") for i, v in enumerate(value))
+    if origin is not None:  # Mapping[str, Any]
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config.{name}: expected a mapping, got {value!r}")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"config.{name}: {value!r} is not JSON-able: {error}") from error
+        return dict(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"config.{name}: expected {hint.__name__}, got {type(value).__name__} {value!r}")
+    return value
+
+
+def validate(config: "RunConfig") -> None:
+    """Checks ranges and combinations. Raises ConfigError at the first that cannot work."""
+
+    def require(ok: bool, key: str, why: str) -> None:
+        if not ok:
+            value = _get(config, key)
+            raise ConfigError(f"config.{key}: {value!r} {why}")
+
+    _validate_shapes(config, require)
+    _validate_loss(config, require)
+    b, g, ds = config.num_prompts_per_step, config.num_generations_per_prompt, config.dynamic_sampling
+    require(ds.oversample >= 1, "dynamic_sampling.oversample", "must be at least 1: fewer groups cannot fill a step")
+    require(
+        config.rollout_failure.min_live_per_group <= g,
+        "rollout_failure.min_live_per_group",
+        f"exceeds num_generations_per_prompt = {g}",
+    )
+    require(0 <= config.train.adam_b1 < 1, "train.adam_b1", "must lie in [0, 1)")
+    require(0 <= config.train.adam_b2 < 1, "train.adam_b2", "must lie in [0, 1)")
+    require(config.schedule.name == "rounds", "schedule.name", "is not a schedule; there is: rounds")
+    require(config.tasks.num_tasks >= b, "tasks.num_tasks", f"is less than one step's num_prompts_per_step = {b}")
+
+
+def _validate_loss(config: "RunConfig", require: Callable[[bool, str, str], None]) -> None:
+    c, limit = config.loss, config.sampler.max_completion_tokens
+    require(c.clip_low <= 1, "loss.clip_low", "must be at most 1 (no lower bound): the ratio is positive")
+    require(c.tis_cap == 0 or c.tis_cap >= 1, "loss.tis_cap", "must be 0 (off) or at least 1")
+    require(c.dual_clip == 0 or c.dual_clip > 1, "loss.dual_clip", "must be 0 (off) or above 1")
+    require(not c.dual_clip or c.loss != "cispo", "loss.dual_clip", "has no meaning for loss.loss = 'cispo'")
+    require(
+        not c.constant_length or c.aggregation == "constant",
+        "loss.constant_length",
+        f"has no meaning for loss.aggregation = {c.aggregation!r}; it belongs to 'constant'",
+    )
+    penalty = c.overlong == "penalty"
+    require(
+        (0 < c.overlong_cache_tokens <= limit) if penalty else c.overlong_cache_tokens == 0,
+        "loss.overlong_cache_tokens",
+        f"must lie in 1 to sampler.max_completion_tokens = {limit} with loss.overlong = 'penalty', and be 0 without",
+    )
+    require(len(set(c.rewards)) == len(c.rewards), "loss.rewards", "names a reward twice")
+    metric = config.dynamic_sampling.metric
+    require(
+        not c.rewards or metric in c.rewards,
+        "dynamic_sampling.metric",
+        f"is not among loss.rewards = {c.rewards}: what metrics and messages look at must be trained on too",
+    )
+    require(not (penalty and c.rewards), "loss.overlong", "shapes one reward; with loss.rewards there are several")
+
+
+def _validate_shapes(config: "RunConfig", require: Callable[[bool, str, str], None]) -> None:
+    b, g, m, t = config.num_prompts_per_step, config.num_generations_per_prompt, config.model, config.train
+    require(m.num_heads % m.num_kv_heads == 0, "model.num_heads", f"is no multiple of num_kv_heads = {m.num_kv_heads}")
+    require(m.head_dim % 2 == 0, "model.head_dim", "must be even: RoPE rotates pairs")
+    require(
+        b % (t.num_minibatches * t.num_microbatches) == 0,
+        "num_prompts_per_step",
+        f"is no multiple of train.num_minibatches * train.num_microbatches = {t.num_minibatches * t.num_microbatches}",
+    )
+    require(
+        config.sampler.num_slots % g == 0,
+        "sampler.num_slots",
+        f"is no multiple of num_generations_per_prompt = {g}: a group's rollouts are decoded together",
+    )
+
+
+def _get(config: "RunConfig", key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,4 +1,4 @@
-"""Pure functions of arrays: group statistics, filters, advantages, losses, log-probs and packing.
+"""Pure functions of arrays: group statistics, filters, penalties, advantages, losses, log-probs and packing.
 
 Everything here works eagerly and under jit, vmap, pmap and shard_map, and knows nothing of configs, models or I/O.
 The path of a batch through it:
@@ -10,19 +10,26 @@ The path of a batch through it:
     loss_sum, weight_sum, metrics = policy_loss(logp_NT, old_logp_NT, behavior_logp_NT, advantages_N, mask_NT)
 """
 
-from dynrl.core.advantages import ESTIMATORS, group_advantages
+from dynrl.core.advantages import check_estimator, group_advantages
+from dynrl.core.estimators import ESTIMATORS, Estimator
 from dynrl.core.filters import GroupFilter, make_filter
 from dynrl.core.group_stats import GroupStats, group_stats, has_signal
 from dynrl.core.logprobs import token_logprobs
 from dynrl.core.losses import AGGREGATIONS, policy_loss
 from dynrl.core.masking import completion_mask, masked_sum_count, safe_divide
+from dynrl.core.overlong import soft_overlong_penalty
 from dynrl.core.packing import scatter_kept, scatter_rows
+from dynrl.core.surrogates import KL_ESTIMATORS, LOSSES
 
 __all__ = [
     "AGGREGATIONS",
     "ESTIMATORS",
+    "KL_ESTIMATORS",
+    "LOSSES",
+    "Estimator",
     "GroupFilter",
     "GroupStats",
+    "check_estimator",
     "completion_mask",
     "group_advantages",
     "group_stats",
@@ -33,5 +40,6 @@ __all__ = [
     "safe_divide",
     "scatter_kept",
     "scatter_rows",
+    "soft_overlong_penalty",
     "token_logprobs",
 ]

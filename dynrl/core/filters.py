@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from dynrl.core.checks import check_number, did_you_mean
 from dynrl.core.group_stats import GroupStats, array_namespace, has_signal, live_rewards
-from dynrl.core.user_filters import MaskFn, check_arguments, did_you_mean, refuse_tracers, user_mask_fn
+from dynrl.core.user_filters import MaskFn, check_arguments, refuse_tracers, user_mask_fn
 from dynrl.types import Array
 
 
@@ -60,10 +61,7 @@ class GroupFilter:
 
 def _number(name: str, value: Any, at_least: float | None = None) -> float:
     """Returns a finite argument as a float; raises ValueError, naming it, for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not np.isfinite(value):
-        raise ValueError(f"filter argument {name} must be a finite number, got {value!r}")
-    if at_least is not None and value < at_least:
-        raise ValueError(f"filter argument {name} must be at least {at_least}, got {value!r}")
+    check_number(f"filter argument {name}", value, at_least=at_least)
     return float(value)
 
 

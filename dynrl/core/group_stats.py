@@ -7,17 +7,20 @@ offset lose nothing: equal rewards have a deviation of exactly 0, where a naive 
 not compile; with anything else among the inputs they are JAX functions. The two agree but for the last bits.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dynrl.types import Array
 
-# Above this magnitude squares could overflow float32; such groups are computed in units of 2**70, which is exact.
-_LARGE = 2.0**60
-_SHRINK = 2.0**-70
+# Above this magnitude a sum of squares could overflow float32, with up to 2**26 of them; such groups are computed in
+# units of 2**80, which is exact.
+_LARGE = 2.0**50
+_SHRINK = 2.0**-80
 
 
 class GroupStats(NamedTuple):
@@ -33,6 +36,9 @@ class GroupStats(NamedTuple):
     min: Array  # float32
     max: Array  # float32
     spread: Array  # float32: max - min
+
+
+AxisName = str | tuple[str, ...] | None
 
 
 class Centred(NamedTuple):
@@ -74,7 +80,16 @@ def live_rewards(rewards_PG: Array, live_PG: Array | None) -> tuple[Array, Array
     return xp.where(counted_PG, rewards_PG, xp.zeros_like(rewards_PG)), counted_PG
 
 
-def centred_stats(rewards_PG: Array, live_PG: Array | None, ddof: int) -> tuple[GroupStats, Centred]:
+def across(reduce: Callable[..., Array], x: Array, axis_name: AxisName) -> Array:
+    """Applies a collective (psum, pmin, pmax) over mesh axes, if any are named; pmin and pmax have no gradient."""
+    if axis_name is None:
+        return x
+    return reduce(x if reduce is jax.lax.psum else jax.lax.stop_gradient(x), axis_name)
+
+
+def centred_stats(
+    rewards_PG: Array, live_PG: Array | None, ddof: int, axis_name: AxisName = None
+) -> tuple[GroupStats, Centred]:
     """Computes the statistics together with the deviations they came from.
 
     The deviations keep what `rewards_PG - mean` loses: at an offset of 1e6 the float32 mean is 0.03 off.
@@ -83,6 +98,7 @@ def centred_stats(rewards_PG: Array, live_PG: Array | None, ddof: int) -> tuple[
       rewards_PG: numbers; anything where a rollout is dead.
       live_PG: bool, or None for all live.
       ddof: subtracted from the count in the variance's denominator.
+      axis_name: mesh axes that the rollouts of every group are spread over, under pmap or shard_map.
 
     Returns:
       (stats, centred).
@@ -92,25 +108,24 @@ def centred_stats(rewards_PG: Array, live_PG: Array | None, ddof: int) -> tuple[
     """
     rewards_PG, counted_PG = live_rewards(rewards_PG, live_PG)
     xp = array_namespace(rewards_PG, counted_PG)
-    count_P = counted_PG.sum(axis=1, dtype=np.int32)
+    psum, pmin, pmax = jax.lax.psum, jax.lax.pmin, jax.lax.pmax
+    count_P = across(psum, counted_PG.sum(axis=1, dtype=np.int32), axis_name)
     zero_P = xp.zeros(count_P.shape, xp.float32)
     low_P = xp.where(counted_PG, rewards_PG, np.float32(np.inf)).min(axis=1, initial=np.inf)
     high_P = xp.where(counted_PG, rewards_PG, np.float32(-np.inf)).max(axis=1, initial=-np.inf)
+    low_P, high_P = across(pmin, low_P, axis_name), across(pmax, high_P, axis_name)
     low_P, high_P = xp.where(count_P > 0, low_P, zero_P), xp.where(count_P > 0, high_P, zero_P)
     large_P = xp.maximum(xp.abs(low_P), xp.abs(high_P)) > _LARGE
     scale_P = xp.where(large_P, np.float32(_SHRINK), np.float32(1))
 
     above_low_PG = xp.where(counted_PG, rewards_PG * scale_P[:, None] - (low_P * scale_P)[:, None], zero_P[:, None])
-    centre_P = above_low_PG.sum(axis=1) / xp.maximum(count_P, 1).astype(xp.float32)
+    centre_P = across(psum, above_low_PG.sum(axis=1), axis_name) / xp.maximum(count_P, 1).astype(xp.float32)
     deviation_PG = xp.where(counted_PG, above_low_PG - centre_P[:, None], zero_P[:, None])
-    freedom_P = xp.maximum(count_P - ddof, 1).astype(xp.float32)
-    variance_P = xp.where(count_P > ddof, (deviation_PG * deviation_PG).sum(axis=1) / freedom_P, zero_P)
-    varied_P = variance_P > 0  # the square root's gradient is infinite at 0
-    std_P = xp.where(varied_P, xp.sqrt(xp.where(varied_P, variance_P, np.float32(1))), zero_P)
+    std_P = root_mean(across(psum, (deviation_PG * deviation_PG).sum(axis=1), axis_name), count_P, ddof)
     with np.errstate(over="ignore"):  # beyond float32 a spread or std is infinite, which is signal
         stats = GroupStats(
             count=count_P,
-            positives=(counted_PG & (rewards_PG > 0)).sum(axis=1, dtype=np.int32),
+            positives=across(psum, (counted_PG & (rewards_PG > 0)).sum(axis=1, dtype=np.int32), axis_name),
             mean=(low_P * scale_P + centre_P) / scale_P,
             std=std_P / scale_P,
             min=low_P,
@@ -118,6 +133,15 @@ def centred_stats(rewards_PG: Array, live_PG: Array | None, ddof: int) -> tuple[
             spread=high_P - low_P,
         )
     return stats, Centred(deviation_PG, std_P, scale_P)
+
+
+def root_mean(squares: Array, count: Array, ddof: int) -> Array:
+    """Returns sqrt(squares / (count - ddof)), and 0 with a gradient of 0 where the count is too low or squares 0."""
+    xp = array_namespace(squares, count)
+    zero = xp.zeros(count.shape, xp.float32)
+    variance = xp.where(count > ddof, squares / xp.maximum(count - ddof, 1).astype(xp.float32), zero)
+    varied = variance > 0  # the square root's gradient is infinite at 0
+    return xp.where(varied, xp.sqrt(xp.where(varied, variance, np.float32(1))), zero)
 
 
 def group_stats(rewards_PG: Array, live_PG: Array | None = None, *, ddof: int = 1) -> GroupStats:

@@ -7,12 +7,20 @@ minus one-hot, both dense: the gradient of a gather would be a scatter-add, whic
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from dynrl.types import Array
+
+
+class _Options(NamedTuple):
+    """What is fixed when the program is traced."""
+
+    num_chunks: int
+    logits_dtype: Any
+    entropy_gradient: bool
 
 
 def token_logprobs(
@@ -23,6 +31,7 @@ def token_logprobs(
     temperature: float | Array = 1.0,
     chunk_size: int | None = None,
     logits_dtype: Any = jnp.float32,
+    entropy_gradient: bool = False,
 ) -> tuple[Array, Array]:
     """Computes log softmax(hidden @ unembed / temperature) at the targets, and the distribution's entropy.
 
@@ -34,10 +43,11 @@ def token_logprobs(
       chunk_size: tokens (of N * T) whose logits exist at once. None, or at least N * T, means all, without a loop.
       logits_dtype: what the logits are rounded to. The product accumulates in at least float32 whatever the
         inputs are, and so does the softmax.
+      entropy_gradient: whether the entropy has a gradient, for an entropy bonus. Without, it is a metric, and its
+        gradient of 0 costs nothing.
 
     Returns:
-      (logp_NT, entropy_NT): natural log-probs and entropies in nats, float32 or wider. The entropy is a metric: it
-      has no gradient.
+      (logp_NT, entropy_NT): natural log-probs and entropies in nats, float32 or wider.
 
     Raises:
       ValueError: at trace time, when the shapes do not fit or `chunk_size` is below 1.
@@ -57,8 +67,10 @@ def token_logprobs(
         targets_NT.reshape(N * T),
         jnp.asarray(temperature, accum_dtype),
     )
-    logp, entropy = cast(tuple[Array, Array], _logprobs(num_chunks, jnp.dtype(logits_dtype), *arrays))
-    return logp.reshape(N, T), jax.lax.stop_gradient(entropy.reshape(N, T))
+    options = _Options(num_chunks, jnp.dtype(logits_dtype), entropy_gradient)
+    logp, entropy = cast(tuple[Array, Array], _logprobs(options, *arrays))
+    entropy = entropy.reshape(N, T)
+    return logp.reshape(N, T), entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
 
 
 def _vary_alike(*arrays: Array) -> list[Array]:
@@ -72,17 +84,17 @@ def _vary_alike(*arrays: Array) -> list[Array]:
     return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs(
-    num_chunks: int, logits_dtype: Any, hidden_ND: Array, unembed_DV: Array, targets_N: Array, temperature: Array
+    options: _Options, hidden_ND: Array, unembed_DV: Array, targets_N: Array, temperature: Array
 ) -> tuple[Array, Array]:
     """Returns (logp_N, entropy_N) of flattened tokens."""
-    return _forward(num_chunks, logits_dtype, hidden_ND, unembed_DV, targets_N, temperature)[0]
+    return _forward(options, hidden_ND, unembed_DV, targets_N, temperature)[0]
 
 
-def _logits(hidden_ND: Array, unembed_DV: Array, temperature: Array, logits_dtype: Any) -> Array:
-    logits_NV = jnp.dot(hidden_ND, unembed_DV, preferred_element_type=temperature.dtype)
-    return logits_NV.astype(logits_dtype).astype(temperature.dtype) / temperature
+def _logits(hidden_ND: Array, unembed_DV: Array, logits_dtype: Any, dtype: Any) -> Array:
+    """The logits before the temperature: dividing by it comes after the maximum's subtraction, which is exact."""
+    return jnp.dot(hidden_ND, unembed_DV, preferred_element_type=dtype).astype(logits_dtype).astype(dtype)
 
 
 def _is_target(targets_N: Array, vocab_size: int) -> Array:
@@ -91,49 +103,54 @@ def _is_target(targets_N: Array, vocab_size: int) -> Array:
 
 
 def _forward(
-    num_chunks: int, logits_dtype: Any, hidden_ND: Array, unembed_DV: Array, targets_N: Array, temperature: Array
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    options: _Options, hidden_ND: Array, unembed_DV: Array, targets_N: Array, temperature: Array
+) -> tuple[tuple[Array, Array], tuple[Array, Array, list[Array]]]:
     def body(carry: tuple[()], chunk: list[Array]) -> tuple[tuple[()], list[Array]]:
         hidden_ND, targets_N = chunk
-        logits_NV = _logits(hidden_ND, unembed_DV, temperature, logits_dtype)
+        logits_NV = _logits(hidden_ND, unembed_DV, options.logits_dtype, temperature.dtype)
         max_N = logits_NV.max(axis=1)
-        below_max_NV = logits_NV - max_N[:, None]
+        below_max_NV = (logits_NV - max_N[:, None]) / temperature
         exp_NV = jnp.exp(below_max_NV)
         sum_N = exp_NV.sum(axis=1)
         log_sum_N = jnp.log(sum_N)
         is_target_NV = _is_target(targets_N, unembed_DV.shape[1])
         target_N = jnp.where(is_target_NV, logits_NV, jnp.zeros_like(logits_NV)).sum(axis=1)
         entropy_N = log_sum_N - (exp_NV * below_max_NV).sum(axis=1) / sum_N
-        return carry, [(target_N - max_N) - log_sum_N, entropy_N, max_N + log_sum_N]
+        return carry, [(target_N - max_N) / temperature - log_sum_N, entropy_N, max_N, log_sum_N]
 
-    _, (logp_N, entropy_N, log_norm_N) = _scan_chunks(body, (), [hidden_ND, targets_N], num_chunks)
-    return (logp_N, entropy_N), (hidden_ND, unembed_DV, targets_N, temperature, log_norm_N)
+    _, (logp_N, entropy_N, max_N, log_sum_N) = _scan_chunks(body, (), [hidden_ND, targets_N], options.num_chunks)
+    tokens = [hidden_ND, targets_N, max_N, log_sum_N] + [entropy_N] * options.entropy_gradient
+    return (logp_N, entropy_N), (unembed_DV, temperature, tokens)
 
 
 def _backward(
-    num_chunks: int, logits_dtype: Any, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
+    options: _Options, residuals: tuple[Array, Array, list[Array]], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None, Array]:
-    hidden_ND, unembed_DV, targets_N, temperature, log_norm_N = residuals
-    d_logp_N, _ = cotangents  # the entropy has no gradient
+    unembed_DV, temperature, tokens = residuals
     dtype = temperature.dtype
 
     def body(carry: tuple[Array, Array], chunk: list[Array]) -> tuple[tuple[Array, Array], list[Array]]:
         d_unembed_DV, d_temperature = carry
-        hidden_ND, targets_N, log_norm_N, d_logp_N = chunk
-        logits_NV = _logits(hidden_ND, unembed_DV, temperature, logits_dtype)
+        d_logp_N, d_entropy_N, hidden_ND, targets_N, max_N, log_sum_N, *entropy_N = chunk
+        logits_NV = _logits(hidden_ND, unembed_DV, options.logits_dtype, dtype)
+        logp_NV = (logits_NV - max_N[:, None]) / temperature - log_sum_N[:, None]
+        prob_NV = jnp.exp(logp_NV)
         is_target_NV = _is_target(targets_N, unembed_DV.shape[1]).astype(dtype)
-        d_logits_NV = d_logp_N[:, None] * (is_target_NV - jnp.exp(logits_NV - log_norm_N[:, None]))
+        d_scaled_NV = d_logp_N[:, None] * (is_target_NV - prob_NV)
+        if options.entropy_gradient:  # dH / dz_j = -p_j (log p_j + H)
+            d_scaled_NV -= d_entropy_N[:, None] * prob_NV * (logp_NV + entropy_N[0][:, None])
+        d_logits_NV = d_scaled_NV / temperature
         d_temperature -= (d_logits_NV * logits_NV).sum() / temperature
         # The products run in the weights' dtype, as those of the forward pass do.
-        d_product_NV = (d_logits_NV / temperature).astype(unembed_DV.dtype)
+        d_product_NV = d_logits_NV.astype(unembed_DV.dtype)
         d_unembed_DV += jnp.dot(hidden_ND.T, d_product_NV, preferred_element_type=dtype)
         d_hidden_ND = jnp.dot(d_product_NV, unembed_DV.T, preferred_element_type=dtype).astype(hidden_ND.dtype)
         return (d_unembed_DV, d_temperature), [d_hidden_ND]
 
-    tokens = [hidden_ND, targets_N, log_norm_N, d_logp_N]
     # zeros_like keeps the axes that the arguments vary over (see _vary_alike); plain zeros would not.
     zeros = (jnp.zeros_like(unembed_DV, dtype), jnp.zeros_like(temperature))
-    (d_unembed_DV, d_temperature), (d_hidden_ND,) = _scan_chunks(body, zeros, tokens, num_chunks)
+    carry, (d_hidden_ND,) = _scan_chunks(body, zeros, [*cotangents, *tokens], options.num_chunks)
+    d_unembed_DV, d_temperature = carry
     return d_hidden_ND, d_unembed_DV.astype(unembed_DV.dtype), None, d_temperature
 
 

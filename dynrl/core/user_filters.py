@@ -6,11 +6,10 @@ A function is named by "package.module:function" and comes in two kinds, told ap
     fn(metric_vals: list[float], **kwargs) -> bool           per group, on the host
 """
 
-import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from dynrl.core.checks import did_you_mean
 from dynrl.core.group_stats import GroupStats
 from dynrl.types import Array
 
@@ -27,12 +27,6 @@ SIGNATURES = (
     "    def my_filter(stats, rewards_PG, live_PG, **kwargs): ...     # vectorised: returns bool [P]\n"
     "    def my_filter(metric_vals: list[float], **kwargs): ...       # one group's live values: returns a bool"
 )
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean 'a' or 'b'?", or nothing when no known name is near."""
-    near = difflib.get_close_matches(name, list(known))
-    return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
 
 
 def check_arguments(name: str, function: Callable[..., Any], positional: tuple[str, ...], kwargs: dict) -> None:

@@ -228,5 +228,5 @@ def test_wrong_shapes():
     logp, old, behavior, advantages, mask = make_batch()
     with pytest.raises(ValueError, match=r"behavior_logp_NT.*\(39, 9\)"):
         policy_loss(logp, old, behavior[1:], advantages, mask)
-    with pytest.raises(ValueError, match=r"advantages_N.*\(40, 9\)"):
-        policy_loss(logp, old, behavior, logp, mask)
+    with pytest.raises(ValueError, match=r"advantages_N.*\(40, 8\)"):
+        policy_loss(logp, old, behavior, np.zeros((40, 8)), mask)

@@ -1,12 +1,11 @@
 """One file per experiment, each with `get_config(arg)`. Algorithm files change the configuration of another file."""
 
 import importlib
+from typing import Any
 
-from ml_collections import ConfigDict
 
-
-def base(arg: str) -> ConfigDict:
-    """The configuration that an algorithm is applied to.
+def base(arg: str) -> Any:
+    """The ConfigDict that an algorithm is applied to.
 
     Args:
       arg: name of a file of this folder, with its argument behind a colon; empty is `quickstart`.

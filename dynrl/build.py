@@ -177,7 +177,7 @@ def build(config: RunConfig) -> Parts:
     compiles = CompileCounter()
     mesh = sharding.make_mesh(config.mesh)
     source, store, eval_tasks = make_tasks(config)
-    tokenizer = make_tokenizer(source)
+    tokenizer = make_tokenizer(config.model.tokenizer, source)
     warnings = check_algorithm(config)
     g, failure, ds = config.num_generations_per_prompt, config.rollout_failure, config.dynamic_sampling
     num_rewards = len(config.loss.rewards)

@@ -117,8 +117,9 @@ class RoundsProducer:
 
     def _close_round(self) -> list[GroupsGenerated | GroupsJudged]:
         """Gathers, judges, stores what is kept, and tells the controller in ticket order."""
-        self._judged += [self._judge_groups(groups) for groups in self._handed_over]
-        judgements = [*itertools.chain.from_iterable(j.judgements() for j in self._judged)]
+        judged = [self._judge_groups(groups) for groups in self._handed_over]
+        self._judged += judged
+        judgements = [*itertools.chain.from_iterable(j.judgements() for j in judged)]
         judgements += [Judgement(t, Verdict.FAILED, "too_long") for t in self._too_long]
         self._tickets, self._tasks, self._handed_over, self._scores, self._too_long = {}, {}, [], {}, []
         return [GroupsJudged(tuple(sorted(judgements)))]

@@ -284,6 +284,60 @@ def test_a_refused_prompt_names_ticket_and_task(mesh1, parts):
     assert not producer.busy
 
 
+@pytest.mark.parametrize("numbers", [(5, 123456, 6), (123456, 1234567)])
+def test_a_prompt_that_is_too_long_is_a_failed_group_where_it_may_be_skipped(mesh1, parts, numbers):
+    run = config(tasks={"max_prompt_tokens": 5, "long_prompts": "skip"})
+    short = tuple(n for n in numbers if n < 10)
+    sampler = ScriptedSampler(mesh1, [short] if short else [], {n: (f"{n}", "0") for n in numbers})
+    events, producer = run_round(parts, sampler, ScriptedVerifiers(), numbers, run)
+    assert [r.ticket for r in sampler.requests] == list(short)
+    assert judgements(events) == [
+        Judgement(n, Verdict.KEPT, "mixed") if n in short else Judgement(n, Verdict.FAILED, "too_long")
+        for n in sorted(numbers)
+    ]
+    assert [t.ticket for j in producer.take_judged() for t in j.tickets] == list(short)
+
+
+def test_a_prompt_that_cannot_be_encoded_names_task_and_source(mesh1, parts):
+    producer = make_producer(parts, ScriptedSampler(mesh1, [], {}), ScriptedVerifiers())
+    with pytest.raises(ValueError, match=r"task -5 of source count: character '-' at position 0"):
+        producer.dispatch(tickets(-5))
+
+
+def test_several_rewards_travel_to_the_batch(mesh1):
+    run = config(loss={"estimator": "gdpo", "rewards": ("score", "other")})
+    buffer = GroupBuffer(
+        mesh1, capacity=8, batch_size=4, num_samples=G, max_prompt_tokens=L, max_completion_tokens=T, num_rewards=2
+    )
+    sampler = ScriptedSampler(mesh1, [(5, 6)], {5: ("5", "0"), 6: ("6", "6")})
+    events, _ = run_round((Judge(run.dynamic_sampling, run.loss, G), buffer), sampler, ScriptedVerifiers(), (5, 6), run)
+    # "other" is minus the score: equal weights cancel out, and nothing is left to learn.
+    assert [j.verdict for j in judgements(events)] == [Verdict.FILTERED] * 2
+    run = config(loss={"estimator": "gdpo", "rewards": ("score", "other"), "estimator_kwargs": {"weights": (1, 0.5)}})
+    sampler = ScriptedSampler(mesh1, [(5, 6)], {5: ("5", "0"), 6: ("6", "6")})
+    events, _ = run_round((Judge(run.dynamic_sampling, run.loss, G), buffer), sampler, ScriptedVerifiers(), (5, 6), run)
+    assert [j.verdict for j in judgements(events)] == [Verdict.KEPT, Verdict.FILTERED]
+    assert np.asarray(buffer.take([5]).rewards_BG)[0].tolist() == [[1, -1], [0, 0]]
+
+
+def test_a_penalty_for_length_decides_what_there_is_to_learn_but_not_the_filter(mesh1, parts):
+    """FIELD report 5. The all-wrong group gets a spread from the penalty; the mixed one loses its signal to it."""
+    run = config(loss={"overlong": "penalty", "overlong_cache_tokens": 3})
+    texts = {5: ("0", "1234"), 6: ("0", "0006"), 7: ("7", "0")}
+    verifiers = ScriptedVerifiers()
+    verifiers.submit = lambda t, task, texts: verifiers._done.append(
+        Scores(t, tuple(Reward(float(int(x) == t)) for x in texts), (OK,) * G)
+    )
+    judge = Judge(run.dynamic_sampling, run.loss, G)
+    events, _ = run_round(parts, ScriptedSampler(mesh1, [(5, 6, 7)], texts), verifiers, (5, 6, 7), run, judge)
+    assert judgements(events) == [
+        Judgement(5, Verdict.FILTERED, "all_fail"),
+        Judgement(6, Verdict.FILTERED, "mixed"),  # 0, and 1 - 1
+        Judgement(7, Verdict.KEPT, "mixed"),
+    ]
+    assert np.asarray(parts[1].take([7]).rewards_BG)[0].tolist() == [1, 0]  # stored raw
+
+
 def test_with_real_verifier_workers(mesh1, parts):
     texts = {t: (f"{t}", "x" if t % 2 else f"{t}") for t in (11, 12, 13)}
     texts = {t: tuple(v.replace("x", "0") for v in pair) for t, pair in texts.items()}
@@ -347,4 +401,5 @@ def test_records_are_filled_where_owned(mesh1):
     assert records.score[0].tolist() == [0.5, -1.0]
     assert records.live.tolist() == [[True, True], *[[False, False]] * 3]
     assert records.length[0].tolist() == [1, 2]
-    assert [r.dtype for r in records] == [np.float32, np.float32, *[np.int32] * 4]
+    assert [r.dtype for r in records] == [np.float32, np.float32, *[np.int32] * 4, np.float32]
+    assert records.components.shape == (P, 0)

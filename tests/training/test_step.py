@@ -47,10 +47,11 @@ def make_config(**overrides) -> RunConfig:
 def compiled(mesh, config_key):
     config = make_config(**dict(config_key))
     optimizer = make_optimizer(config.train, config.num_steps)
-    shardings = state_shardings(config.model, VOCAB, optimizer, mesh)
+    shardings = state_shardings(config.model, VOCAB, optimizer, mesh, config.loss.kl_coef > 0)
     params = start_params()
     opt_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(optimizer.init, params))
-    fresh = TrainState(params, opt_state, np.zeros((), np.int32))
+    reference = start_params(seed=1) if config.loss.kl_coef else {}
+    fresh = TrainState(params, opt_state, np.zeros((), np.int32), reference)
     return fresh, shardings, jit_train_step(config, optimizer, mesh, shardings)
 
 
@@ -123,7 +124,10 @@ def assert_moved_alike(got, want, tol, start=None):
 
 
 def reference_logp(p, batch, temperature, groups=slice(None)):
-    """Log-probs [groups, G, T] by a float64 decoder of one head, over rows [prompt | completion]."""
+    """Log-probs [groups, G, T] of the tokens, and the distributions' entropies.
+
+    By a float64 decoder of one head, over rows [prompt | completion].
+    """
 
     def norm(x, scale):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale["scale"]
@@ -151,11 +155,16 @@ def reference_logp(p, batch, temperature, groups=slice(None)):
     logits = norm(x, p["final_norm"]) @ embedding.T / temperature
     logits = logits[np.arange(len(n))[:, None], n[:, None] - 1 + np.arange(T)]
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    return np.take_along_axis(logp, completions[..., None], 2).reshape(-1, G, T)
+    entropy = -(np.exp(logp) * logp).sum(-1)
+    return np.take_along_axis(logp, completions[..., None], 2).reshape(-1, G, T), entropy.reshape(-1, G, T)
 
 
-def reference_advantages(batch, estimator):
-    out = np.zeros(batch.rewards_BG.shape)
+def reference_advantages(batch, c):
+    out, estimator = np.zeros(batch.rewards_BG.shape), c.loss.estimator
+    if c.loss.overlong == "penalty":
+        cache = c.loss.overlong_cache_tokens
+        beyond = np.maximum(batch.payload.length_PG - (T - cache), 0)
+        batch = batch._replace(rewards_BG=batch.rewards_BG - beyond / cache)
     for b in np.flatnonzero(batch.real_B):
         live = batch.live_BG[b]
         r = batch.rewards_BG[b, live].astype(np.float64)
@@ -167,9 +176,17 @@ def reference_advantages(batch, estimator):
     return out
 
 
-def reference_loss(p, batch, rows, old, advantages, c):
+def reference_terms(logp, ref, entropy, c):
+    """KL and entropy of some tokens of a row, as they enter the loss."""
+    kl = {"k1": logp - ref, "k2": (logp - ref) ** 2 / 2, "k3": np.exp(ref - logp) - 1 - (ref - logp)}[c.loss.kl]
+    return c.loss.kl_coef * kl - c.loss.entropy_coef * entropy
+
+
+def reference_loss(p, batch, rows, old, ref, advantages, c):
     """The update's loss over the groups `rows`, divided by its weight."""
-    logp_of = dict(zip(rows, reference_logp(p, batch, c.sampler.temperature, rows), strict=True))
+    logp_of, entropy_of = (
+        dict(zip(rows, x, strict=True)) for x in reference_logp(p, batch, c.sampler.temperature, rows)
+    )
     total, weight = 0.0, 0.0
     for b in rows:
         for g in range(G):
@@ -183,6 +200,8 @@ def reference_loss(p, batch, rows, old, advantages, c):
             tis = np.minimum(drift, c.loss.tis_cap) if c.loss.tis_cap else 1.0
             a = advantages[b, g]
             losses = -tis * np.minimum(ratio * a, np.clip(ratio, 1 - c.loss.clip_low, 1 + c.loss.clip_high) * a)
+            if a != 0 or c.loss.regularize == "all":
+                losses = losses + reference_terms(logp_of[b][g, tokens], ref[b, g, tokens], entropy_of[b][g, tokens], c)
             if c.loss.aggregation == "token_mean":
                 total, weight = total + losses.sum(), weight + len(tokens)
             elif c.loss.aggregation == "sequence_mean":
@@ -211,14 +230,15 @@ def reference_train(params, batches, c):
     theta, t, count = flatten(params), c.train, 0
     first, second, norms = np.zeros_like(theta), np.zeros_like(theta), []
     for batch in batches:
-        old = reference_logp(tree(theta), batch, c.sampler.temperature)
-        advantages = reference_advantages(batch, c.loss.estimator)
+        old = reference_logp(tree(theta), batch, c.sampler.temperature)[0]
+        ref = reference_logp(start_params(seed=1), batch, c.sampler.temperature)[0]
+        advantages = reference_advantages(batch, c)
         for _ in range(t.num_epochs):
             for rows in np.split(np.arange(len(batch.real_B)), t.num_minibatches):
                 grad = np.zeros_like(theta)
                 for i in range(len(theta)):
                     up, down = (theta + h * np.eye(1, len(theta), i)[0] for h in (1e-6, -1e-6))
-                    args = (batch, rows, old, advantages, c)
+                    args = (batch, rows, old, ref, advantages, c)
                     grad[i] = (reference_loss(tree(up), *args) - reference_loss(tree(down), *args)) / 2e-6
                 norms.append(np.linalg.norm(grad))
                 grad *= min(1, t.max_grad_norm / norms[-1])
@@ -240,13 +260,24 @@ SHORT = {
     "loss__aggregation": "constant", "loss__constant_length": 5, "loss__short_step_scale": "nominal",
     "loss__overlong": "mask", "loss__estimator": "rloo", "loss__tis_cap": 0.0,
 }  # fmt: skip
-REFERENCES = {"on_policy": ({}, [B]), "updates": (UPDATES, [B]), "short": (SHORT, [5, B])}
+# KL, entropy and the penalty for length; a group without signal, which KL and entropy leave alone or not.
+TERMS = {
+    "loss__kl": "k3", "loss__kl_coef": 0.3, "loss__entropy_coef": 0.2, "loss__overlong": "penalty",
+    "loss__overlong_cache_tokens": 2,
+}  # fmt: skip
+TERMS_ALL = {"loss__kl": "k2", "loss__kl_coef": 0.3, "loss__entropy_coef": 0.2, "loss__regularize": "all"}
+REFERENCES = {
+    "on_policy": ({}, [B]), "updates": (UPDATES, [B]), "short": (SHORT, [5, B]), "terms": (TERMS, [B]),
+    "terms_all": (TERMS_ALL, [6]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_updates_match_the_reference(name, mesh1):
     overrides, reals = REFERENCES[name]
     batches = [make_batch(seed, num_real=n) for seed, n in enumerate(reals)]
+    if name.startswith("terms"):
+        batches = [change(b, 2, rewards_BG=0.1, length_PG=1) for b in batches]  # no signal, with or without penalty
     config = make_config(**overrides)
     want, norms = reference_train(start_params(), batches, config)
     state, metrics = run(mesh1, batches, **overrides)

@@ -270,8 +270,8 @@ class Loop:
         self._await_weights()
         if failed:
             self.books.flush()
-            errors = "".join(f"\nverifier: {e}" for e in self.parts.verifiers.errors()[-3:])
-            raise RunError(reason + errors)
+            notes = [f"verifier: {e}" for e in self.parts.verifiers.errors()[-3:]]
+            raise RunError("\n".join([reason, *notes, *(f"warning: {w}" for w in self.parts.warnings)]))
         pending = self.books.pending()
         if pending is not None and "eval/main/pass_at_1" not in pending and not self._stopping:
             self.books.amend(self._evaluate())

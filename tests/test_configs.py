@@ -1,0 +1,100 @@
+"""Every file of configs/ is a run: shrunk, it trains; and the algorithms are what their headers say."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from run_helpers import ROOT, quick_build
+from tiny import tiny_mapping
+
+import dynrl
+from dynrl.config import from_mapping, known_keys
+
+sys.path.insert(0, str(ROOT))  # as launch/train.py does
+
+ALGORITHMS = {  # estimator, loss, aggregation, whether groups are filtered
+    "grpo": ("grpo", "ppo", "sequence_mean", False),
+    "dapo": ("grpo", "ppo", "token_mean", True),
+    "dr_grpo": ("dr_grpo", "ppo", "constant", False),
+    "rloo": ("rloo", "ppo", "constant", False),
+    "gspo": ("grpo", "gspo", "sequence_mean", False),
+    "cispo": ("grpo", "cispo", "token_mean", True),
+    "rl_zvp": ("rl_zvp", "ppo", "token_mean", False),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiles():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def config_of(name, arg=""):
+    return importlib.import_module(f"configs.{name}").get_config(arg)
+
+
+def test_no_file_is_forgotten():
+    names = {path.stem for path in (ROOT / "configs").glob("*.py")} - {"__init__"}
+    assert names == {*ALGORITHMS, "quickstart", "gsm8k", "reasoning_gym"}
+    for name in names:
+        header = (ROOT / "configs" / f"{name}.py").read_text().split('"""')[1]
+        assert f"python launch/train.py --config=configs/{name}.py" in header
+        if name in ALGORITHMS:
+            assert "Deviations from the paper:\n- " in header
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_train(name, tmp_path):
+    shipped = from_mapping(config_of(name))
+    loss = shipped.loss
+    facts = (loss.estimator, loss.loss, loss.aggregation, shipped.dynamic_sampling.enable)
+    assert facts == ALGORITHMS[name]
+    config = config_of(name)
+    tiny = tiny_mapping(model__num_layers=1, warm_start__num_steps=0, reward__verifier="user_code:coin", num_steps=2)
+    for group in ("model", "tasks", "reward", "sampler", "evaluation", "warm_start", "checkpoint"):
+        config[group] = tiny[group]
+    for key in ("num_steps", "num_prompts_per_step", "num_generations_per_prompt", "progress"):
+        config[key] = tiny[key]
+    config.train.num_microbatches, config.tensorboard = 1, False
+    if config.loss.overlong == "penalty":
+        config.loss.overlong_cache_tokens = 2
+    result = dynrl.run(config, str(tmp_path), (), quick_build)
+    rows = result.metrics[1:]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["train_step/grad_norm"] > 0
+        assert row["train_step/nonfinite"] == row["run/recompiles"] == 0
+        if name in ("dapo", "cispo", "rl_zvp"):  # every group trains: filtered, or by its entropy
+            assert row["train_batch/zero_advantage_groups_frac"] == 0
+    assert ("train_step/kl_ref" in rows[0]) == (loss.kl_coef > 0)
+    if loss.kl_coef:
+        assert rows[0]["train_step/kl_ref"] == pytest.approx(0, abs=1e-6)  # the reference is where training begins
+        assert rows[1]["train_step/kl_ref"] > 0
+
+
+def test_an_algorithm_takes_another_configuration_with_its_argument():
+    plain, changed = config_of("quickstart", "grpo"), config_of("dr_grpo", "quickstart:grpo")
+    assert not changed.dynamic_sampling.enable
+    assert changed.tasks == plain.tasks
+    with pytest.raises(ValueError, match=r"configs/nope\.py: there is no such configuration"):
+        config_of("grpo", "nope")
+    with pytest.raises(ValueError, match="takes one of dapo, grpo"):
+        config_of("grpo", "quickstart:nope")
+
+
+def test_configurations_set_known_keys_only():
+    for path in sorted(Path(ROOT / "configs").glob("*.py")):
+        if path.stem != "__init__":
+            flat = {key for key, _ in walk(config_of(path.stem).to_dict())}
+            assert flat <= {*known_keys()}
+
+
+def walk(mapping, prefix=""):
+    for key, value in mapping.items():
+        if f"{prefix}{key}" in known_keys() and isinstance(value, dict) and not key.endswith(("kwargs", "verifiers")):
+            yield from walk(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -6,25 +6,28 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from dynrl.tasks.procedural import Arithmetic, DigitSorting, ProceduralSource
+from dynrl.tasks.base import TaskSource
 
-BUILT_IN_SOURCES: Mapping[str, Callable[..., ProceduralSource]] = {
-    DigitSorting.name: DigitSorting,
-    Arithmetic.name: Arithmetic,
+BUILT_IN_SOURCES: Mapping[str, str] = {
+    "arithmetic": "dynrl.tasks.procedural:Arithmetic",
+    "digit_sorting": "dynrl.tasks.procedural:DigitSorting",
 }
-_SOURCE_MEMBERS = ("name", "kwargs", "levels", "alphabet", "max_prompt_chars", "max_answer_chars", "task")
+_SOURCE_MEMBERS = (
+    "name", "kwargs", "levels", "alphabet", "max_prompt_chars", "max_answer_chars", "num_tasks", "verifiers", "task",
+    "without",
+)  # fmt: skip
 
 
-def make_source(name_or_path: str, **kwargs: Any) -> ProceduralSource:
+def make_source(name_or_path: str, **kwargs: Any) -> TaskSource:
     """Returns a task source.
 
     Args:
-      name_or_path: `digit_sorting`, `arithmetic`, or `package.module:Class`.
+      name_or_path: a built-in source's name, or `package.module:Class`.
       **kwargs: the class's arguments.
 
     Raises:
-      ValueError: at an unknown name or path, with near matches.
-      TypeError: at an argument that the class does not take, or a class that is no `ProceduralSource`.
+      ValueError: at an unknown name or path, with near matches; and whatever the class finds wrong.
+      TypeError: at an argument that the class does not take, or a class that is no `TaskSource`.
     """
     return build_named("task source", name_or_path, BUILT_IN_SOURCES, _SOURCE_MEMBERS, kwargs)
 
@@ -32,7 +35,7 @@ def make_source(name_or_path: str, **kwargs: Any) -> ProceduralSource:
 def build_named(
     kind: str,
     name_or_path: str,
-    built_in: Mapping[str, Callable[..., Any]],
+    built_in: Mapping[str, str],
     members: Iterable[str],
     kwargs: Mapping[str, Any],
 ) -> Any:
@@ -41,7 +44,7 @@ def build_named(
     Args:
       kind: what is built, for the messages.
       name_or_path: one of `built_in`, or `package.module:Class`.
-      built_in: classes by name.
+      built_in: paths of classes, `package.module:Class`, by name; imported when they are asked for.
       members: attributes that the result must have.
       kwargs: the class's arguments.
 
@@ -49,15 +52,12 @@ def build_named(
       ValueError: at an unknown name or path, with near matches.
       TypeError: at an argument that the class does not take or misses, or a result without one of `members`.
     """
-    if ":" in name_or_path:
-        factory = _imported(kind, name_or_path)
-    elif name_or_path in built_in:
-        factory = built_in[name_or_path]
-    else:
+    if ":" not in name_or_path and name_or_path not in built_in:
         raise ValueError(
             f"unknown {kind} {name_or_path!r}{_near(name_or_path, built_in)}; "
             f"built in are {', '.join(sorted(built_in))}, and 'package.module:Class' names another"
         )
+    factory = _imported(kind, built_in.get(name_or_path, name_or_path))
     _check_kwargs(f"{kind} {name_or_path!r}", factory, kwargs)
     made = factory(**kwargs)
     missing = [member for member in members if not hasattr(made, member)]

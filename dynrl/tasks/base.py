@@ -12,7 +12,7 @@ import struct
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from dynrl.types import Task
 
@@ -103,6 +103,14 @@ class TaskSource(Protocol):
         ...
 
 
+class Problem(NamedTuple):
+    """What a `LeveledSource` writes; the metadata is for the verifier."""
+
+    prompt: str
+    answer: str
+    metadata: Mapping[str, Any] = {}
+
+
 class LeveledSource(ABC):
     """Base of sources that write a problem for a level: uniform over levels, and clear of excluded prompts."""
 
@@ -127,8 +135,8 @@ class LeveledSource(ABC):
         return self
 
     @abstractmethod
-    def problem(self, draws: Draws, level: int) -> tuple[str, str]:
-        """Returns a prompt of this level and its answer; `draws` is its only source of chance."""
+    def problem(self, draws: Draws, level: int) -> Problem:
+        """Returns a problem of this level; `draws` is its only source of chance."""
 
     def task(self, seed: int, index: int, exclude: Set[str] = frozenset()) -> Task:
         """Returns the task at (seed, index), with task_id -1, whose `task_hash` is not in `exclude`.
@@ -141,9 +149,9 @@ class LeveledSource(ABC):
         draws = Draws(seed, self.name, index)
         level = self.levels[draws.below(len(self.levels))]
         for salt in range(1, MAX_RETRIES + 2):
-            prompt, answer = self.problem(draws, level)
+            prompt, answer, metadata = self.problem(draws, level)
             if not exclude or task_hash(prompt) not in exclude:
-                return Task(-1, self.name, prompt, answer, level)
+                return Task(-1, self.name, prompt, answer, level, metadata=metadata)
             draws = Draws(seed, self.name, index, salt)
         raise ValueError(
             f"{self.name}: all {MAX_RETRIES + 1} draws at level {level} (seed {seed}, index {index}) are among the "

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from dynrl.tasks.base import Draws, LeveledSource
+from dynrl.tasks.base import Draws, LeveledSource, Problem
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class DigitSorting(LeveledSource):
         """As many as the prompt has digits."""
         return self.max_length
 
-    def problem(self, draws: Draws, level: int) -> tuple[str, str]:
+    def problem(self, draws: Draws, level: int) -> Problem:
         """Returns `level` digits with the delimiter, and the digits in ascending order."""
         digits = [draws.below(self.num_symbols) for _ in range(level)]
-        return "".join(map(str, digits)) + ">", "".join(map(str, sorted(digits)))
+        return Problem("".join(map(str, digits)) + ">", "".join(map(str, sorted(digits))))
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Arithmetic(LeveledSource):
         most_negative = term ** (terms - 1) if product else term * (terms - 1)
         return max(len(str(largest)), len(str(-most_negative)) if "-" in self.operators else 0)
 
-    def problem(self, draws: Draws, level: int) -> tuple[str, str]:
+    def problem(self, draws: Draws, level: int) -> Problem:
         """Returns an expression of the level with its equals sign, and its value."""
         digits, num_terms = divmod(level, 10)
         terms = [draws.below(10**digits) for _ in range(num_terms)]
@@ -136,7 +136,7 @@ class Arithmetic(LeveledSource):
         terms[draws.below(num_terms)] = smallest + draws.below(10**digits - smallest)
         operators = [self.operators[draws.below(len(self.operators))] for _ in range(num_terms - 1)]
         prompt = str(terms[0]) + "".join(op + str(term) for op, term in zip(operators, terms[1:], strict=True)) + "="
-        return prompt, str(_value(terms, operators))
+        return Problem(prompt, str(_value(terms, operators)))
 
 
 def _value(terms: list[int], operators: list[str]) -> int:

@@ -69,10 +69,15 @@ def prefix_fraction(task: Task, text: str) -> Reward:
     return Reward(share, {"prefix": share, "exact": float(given == expected)})
 
 
-BUILT_IN: dict[str, Verifier] = {
-    "exact_match": exact_match,
-    "integer_match": integer_match,
-    "prefix_fraction": prefix_fraction,
+# Paths, so that a verifier's libraries are imported where it is used.
+BUILT_IN: dict[str, str] = {
+    "countdown": "dynrl.tasks.countdown:countdown",
+    "exact_match": "dynrl.tasks.rewards:exact_match",
+    "gsm8k": "dynrl.tasks.gsm8k:gsm8k",
+    "integer_match": "dynrl.tasks.rewards:integer_match",
+    "math_verify": "dynrl.tasks.math_answers:math_verify",
+    "prefix_fraction": "dynrl.tasks.rewards:prefix_fraction",
+    "reasoning_gym": "dynrl.tasks.reasoning_gym_entries:reasoning_gym",
 }
 
 
@@ -85,9 +90,8 @@ def resolve_verifier(name_or_path: str) -> Verifier:
     """
     if not isinstance(name_or_path, str):
         raise TypeError(f"a verifier is named by a string, not by {_REPR.repr(name_or_path)}")
+    name_or_path = BUILT_IN.get(name_or_path, name_or_path)
     if ":" not in name_or_path:
-        if name_or_path in BUILT_IN:
-            return BUILT_IN[name_or_path]
         raise ValueError(
             f"no verifier {name_or_path!r}{_near(name_or_path, BUILT_IN)}; built in: {', '.join(sorted(BUILT_IN))}; "
             "your own is named 'package.module:function'"

@@ -7,11 +7,12 @@ which tasks were made before it.
 This module knows neither JAX nor the store: ids are given on admission, and tasks made here carry -1.
 """
 
+import difflib
 import hashlib
 import struct
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple, Protocol, Self
 
 from dynrl.types import Task
@@ -31,6 +32,12 @@ def task_hash(prompt: str) -> str:
     """
     text = " ".join(unicodedata.normalize("NFKC", prompt).split())
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def near(word: str, candidates: Iterable[str]) -> str:
+    """Returns " (did you mean 'this' or 'that'?)" for an error's message; nothing where no candidate is close."""
+    matches = difflib.get_close_matches(word, list(candidates), n=3)
+    return f" (did you mean {' or '.join(map(repr, matches))}?)" if matches else ""
 
 
 class Draws:

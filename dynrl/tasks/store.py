@@ -16,7 +16,7 @@ from dynrl.tasks.admission import admitted, checked_id, digest_of, from_row, ref
 from dynrl.tasks.base import TaskSource, task_hash
 from dynrl.types import Task
 
-_NUM_PROBES = 64  # base tasks that the fingerprint covers
+_NUM_PROBES = 16  # base tasks that the fingerprint covers; some generators take seconds for one
 
 
 class FrozenTasks:

@@ -11,7 +11,9 @@ BUILT_IN_SOURCES: Mapping[str, str] = {
     "arithmetic": "dynrl.tasks.procedural:Arithmetic",
     "countdown": "dynrl.tasks.countdown:Countdown",
     "digit_sorting": "dynrl.tasks.procedural:DigitSorting",
+    "jsonl": "dynrl.tasks.files:Jsonl",
     "mixture": "dynrl.tasks.mixture:Mixture",
+    "parquet": "dynrl.tasks.parquet:Parquet",
     "reasoning_gym": "dynrl.tasks.reasoning_gym:ReasoningGym",
 }
 _SOURCE_MEMBERS = (

@@ -21,7 +21,7 @@ from dynrl.rollout.rounds import RoundsProducer
 from dynrl.rollout.schedules import Rounds
 from dynrl.rollout.statistics import RolloutStatistics
 from dynrl.sampling.lockstep import LockstepSampler
-from dynrl.tasks.procedural import ProceduralSource
+from dynrl.tasks.base import TaskSource as ProceduralSource
 from dynrl.tasks.selectors import Selector, VisitCounter, make_selector
 from dynrl.tasks.sources import make_source
 from dynrl.tasks.store import FrozenTasks, TaskStore, make_frozen

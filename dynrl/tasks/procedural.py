@@ -1,129 +1,10 @@
-"""Procedural task sources: every task is a pure function of (source, seed, index).
-
-Random numbers are counter-based: hashes of where they stand. So neighbouring seeds or indices share nothing (sources
-that seed a generator with seed + index give neighbouring seeds almost the same tasks), and a task does not depend on
-which tasks were made before it.
-
-This module knows neither JAX nor the store: ids are given on admission, and tasks made here carry -1.
-"""
+"""Procedural task sources of short, exactly checkable problems: first experiments, tests and benchmarks."""
 
 import dataclasses
-import hashlib
-import struct
-import unicodedata
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from dynrl.types import Task
-
-MAX_RETRIES = 1_000  # draws of one task that may collide with excluded ones
-_UNPACK_WORDS = struct.Struct("<8Q").unpack  # one BLAKE2b digest
-
-
-def task_hash(prompt: str) -> str:
-    """Names a prompt's content: equal for prompts that differ only in white space or Unicode form.
-
-    Args:
-      prompt: any text, lone surrogates included.
-
-    Returns:
-      32 hexadecimal digits: half of the SHA-256 of the text after NFKC, stripped, runs of white space made one space.
-    """
-    text = " ".join(unicodedata.normalize("NFKC", prompt).split())
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-class Draws:
-    """Draws of bounded integers from one counter-based sequence.
-
-    The words are BLAKE2b digests of (stream, seed, index, salt, block), which costs a tenth of constructing a
-    generator of `numpy.random`, and no version of NumPy changes them.
-    """
-
-    def __init__(self, seed: int, stream: str, index: int, salt: int = 0):
-        self._where = f"{stream}:{seed}:{index}:{salt}"
-        self._num_blocks = 0
-        self._words: list[int] = []
-
-    def below(self, bound: int) -> int:
-        """Returns a uniform integer in [0, bound); the bias is below bound / 2**64."""
-        if not self._words:
-            digest = hashlib.blake2b(f"{self._where}:{self._num_blocks}".encode()).digest()
-            self._words.extend(_UNPACK_WORDS(digest))
-            self._num_blocks += 1
-        return (self._words.pop() * bound) >> 64
-
-
-class ProceduralSource(Protocol):
-    """What a store needs of a source of tasks. Sources hold no state: `task` is a pure function.
-
-    `kwargs` are the JSON-able arguments that rebuild the source, and so part of its identity in a checkpoint.
-    `alphabet` is the set of characters that its prompts and answers use, and the two maxima bound their lengths in
-    characters; each is None where the source cannot say.
-    """
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-
-    @property
-    def kwargs(self) -> Mapping[str, Any]: ...  # noqa: D102
-
-    @property
-    def levels(self) -> tuple[int, ...]: ...  # noqa: D102
-
-    @property
-    def alphabet(self) -> frozenset[str] | None: ...  # noqa: D102
-
-    @property
-    def max_prompt_chars(self) -> int | None: ...  # noqa: D102
-
-    @property
-    def max_answer_chars(self) -> int | None: ...  # noqa: D102
-
-    def task(self, seed: int, index: int, exclude: Set[str] = frozenset()) -> Task:
-        """Returns the task at (seed, index), with task_id -1, whose `task_hash` is not in `exclude`.
-
-        Raises ValueError, naming the source and the level, where it finds none.
-        """
-        ...
-
-
-class LeveledSource(ABC):
-    """Base of sources that write a problem for a level: uniform over levels, and clear of excluded prompts."""
-
-    name: str
-    cure: str  # what makes the easiest level larger, for the error
-
-    @property
-    @abstractmethod
-    def levels(self) -> tuple[int, ...]:
-        """The difficulties, in ascending order."""
-
-    @abstractmethod
-    def problem(self, draws: Draws, level: int) -> tuple[str, str]:
-        """Returns a prompt of this level and its answer; `draws` is its only source of chance."""
-
-    def task(self, seed: int, index: int, exclude: Set[str] = frozenset()) -> Task:
-        """Returns the task at (seed, index), with task_id -1, whose `task_hash` is not in `exclude`.
-
-        The level is drawn once and kept over the retries, so excluding tasks does not shift the mix of levels.
-
-        Raises:
-          ValueError: if `MAX_RETRIES` further draws at the level all lie in `exclude`.
-        """
-        draws = Draws(seed, self.name, index)
-        level = self.levels[draws.below(len(self.levels))]
-        for salt in range(1, MAX_RETRIES + 2):
-            prompt, answer = self.problem(draws, level)
-            if not exclude or task_hash(prompt) not in exclude:
-                return Task(-1, self.name, prompt, answer, level)
-            draws = Draws(seed, self.name, index, salt)
-        raise ValueError(
-            f"{self.name}: all {MAX_RETRIES + 1} draws at level {level} (seed {seed}, index {index}) are among the "
-            f"{len(exclude)} excluded tasks; use fewer evaluation tasks, or {self.cure}"
-        )
+from dynrl.tasks.base import Draws, LeveledSource, Problem
 
 
 @dataclass(frozen=True)
@@ -141,6 +22,7 @@ class DigitSorting(LeveledSource):
     num_symbols: int = 10
 
     name = "digit_sorting"
+    verifier = "exact_match"
     cure = "raise min_length or num_symbols"
 
     def __post_init__(self):
@@ -174,10 +56,10 @@ class DigitSorting(LeveledSource):
         """As many as the prompt has digits."""
         return self.max_length
 
-    def problem(self, draws: Draws, level: int) -> tuple[str, str]:
+    def problem(self, draws: Draws, level: int) -> Problem:
         """Returns `level` digits with the delimiter, and the digits in ascending order."""
         digits = [draws.below(self.num_symbols) for _ in range(level)]
-        return "".join(map(str, digits)) + ">", "".join(map(str, sorted(digits)))
+        return Problem("".join(map(str, digits)) + ">", "".join(map(str, sorted(digits))))
 
 
 @dataclass(frozen=True)
@@ -202,6 +84,7 @@ class Arithmetic(LeveledSource):
     max_terms: int = 2
 
     name = "arithmetic"
+    verifier = "integer_match"
     cure = "raise min_digits or min_terms"
 
     def __post_init__(self):
@@ -245,7 +128,7 @@ class Arithmetic(LeveledSource):
         most_negative = term ** (terms - 1) if product else term * (terms - 1)
         return max(len(str(largest)), len(str(-most_negative)) if "-" in self.operators else 0)
 
-    def problem(self, draws: Draws, level: int) -> tuple[str, str]:
+    def problem(self, draws: Draws, level: int) -> Problem:
         """Returns an expression of the level with its equals sign, and its value."""
         digits, num_terms = divmod(level, 10)
         terms = [draws.below(10**digits) for _ in range(num_terms)]
@@ -253,7 +136,7 @@ class Arithmetic(LeveledSource):
         terms[draws.below(num_terms)] = smallest + draws.below(10**digits - smallest)
         operators = [self.operators[draws.below(len(self.operators))] for _ in range(num_terms - 1)]
         prompt = str(terms[0]) + "".join(op + str(term) for op, term in zip(operators, terms[1:], strict=True)) + "="
-        return prompt, str(_value(terms, operators))
+        return Problem(prompt, str(_value(terms, operators)))
 
 
 def _value(terms: list[int], operators: list[str]) -> int:

@@ -4,7 +4,6 @@ A verifier is `fn(task, text) -> Reward | float | bool | dict`, pure and importa
 worker processes. This module knows neither JAX nor the workers: they import it and start fast.
 """
 
-import difflib
 import importlib
 import math
 import numbers
@@ -15,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from dynrl.tasks.base import near
 from dynrl.types import Reward, Task
 
 Verifier = Callable[[Task, str], Reward | float | bool | Mapping[str, float]]
@@ -69,10 +69,15 @@ def prefix_fraction(task: Task, text: str) -> Reward:
     return Reward(share, {"prefix": share, "exact": float(given == expected)})
 
 
-BUILT_IN: dict[str, Verifier] = {
-    "exact_match": exact_match,
-    "integer_match": integer_match,
-    "prefix_fraction": prefix_fraction,
+# Paths, so that a verifier's libraries are imported where it is used.
+BUILT_IN: dict[str, str] = {
+    "countdown": "dynrl.tasks.countdown:countdown",
+    "exact_match": "dynrl.tasks.rewards:exact_match",
+    "gsm8k": "dynrl.tasks.gsm8k:gsm8k",
+    "integer_match": "dynrl.tasks.rewards:integer_match",
+    "math_verify": "dynrl.tasks.math_answers:math_verify",
+    "prefix_fraction": "dynrl.tasks.rewards:prefix_fraction",
+    "reasoning_gym": "dynrl.tasks.reasoning_gym_entries:reasoning_gym",
 }
 
 
@@ -85,11 +90,10 @@ def resolve_verifier(name_or_path: str) -> Verifier:
     """
     if not isinstance(name_or_path, str):
         raise TypeError(f"a verifier is named by a string, not by {_REPR.repr(name_or_path)}")
+    name_or_path = BUILT_IN.get(name_or_path, name_or_path)
     if ":" not in name_or_path:
-        if name_or_path in BUILT_IN:
-            return BUILT_IN[name_or_path]
         raise ValueError(
-            f"no verifier {name_or_path!r}{_near(name_or_path, BUILT_IN)}; built in: {', '.join(sorted(BUILT_IN))}; "
+            f"no verifier {name_or_path!r}{near(name_or_path, BUILT_IN)}; built in: {', '.join(sorted(BUILT_IN))}; "
             "your own is named 'package.module:function'"
         )
     module_name, _, attribute = name_or_path.partition(":")
@@ -98,8 +102,8 @@ def resolve_verifier(name_or_path: str) -> Verifier:
     found = _import(module_name, name_or_path)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            near = _near(part, [name for name in dir(found) if not name.startswith("__")])
-            raise ValueError(f"verifier {name_or_path!r}: {module_name!r} has no attribute {attribute!r}{near}")
+            close = near(part, [name for name in dir(found) if not name.startswith("__")])
+            raise ValueError(f"verifier {name_or_path!r}: {module_name!r} has no attribute {attribute!r}{close}")
         found = getattr(found, part)
     if not callable(found):
         raise TypeError(f"verifier {name_or_path!r} is not callable: {_REPR.repr(found)}")
@@ -235,8 +239,3 @@ def _import(module_name: str, path: str) -> Any:
     except Exception as error:
         message = f"verifier {path!r}: importing {module_name!r} raised {type(error).__name__}: {error}"
         raise ValueError(message) from error
-
-
-def _near(name: str, names: Any) -> str:
-    matches = difflib.get_close_matches(name, list(names), n=3)
-    return f" (did you mean {' or '.join(repr(match) for match in matches)}?)" if matches else ""

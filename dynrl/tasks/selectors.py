@@ -6,7 +6,7 @@ functions of its seed and a few counters, which are its whole state. This module
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -225,7 +225,10 @@ class VisitCounter:
         self._visits = np.repeat(np.array(state["values"], dtype=np.int64), state["run_lengths"])
 
 
-BUILT_IN_SELECTORS: Mapping[str, Callable[..., Selector]] = {"epoch": EpochSelector, "uniform": UniformSelector}
+BUILT_IN_SELECTORS: Mapping[str, str] = {
+    "epoch": "dynrl.tasks.selectors:EpochSelector",
+    "uniform": "dynrl.tasks.selectors:UniformSelector",
+}
 
 
 @functools.cache

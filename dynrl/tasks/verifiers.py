@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from dynrl.tasks.rewards import resolve_verifier
+from dynrl.tasks.rewards import BUILT_IN, resolve_verifier
 from dynrl.tasks.verifier_group import Group
 from dynrl.tasks.verifier_pool import START_TIMEOUT_SECS, Pool
 from dynrl.tasks.verifier_worker import IN_WORKER, Setup
@@ -200,8 +200,8 @@ def _check(
     for source, name in verifier_for_source.items():
         if str(name).startswith("__main__:"):
             raise ValueError(f"source {source!r}: {name!r} cannot be imported by a worker; put it into a module")
-        if ":" not in str(name):
-            resolve_verifier(name)
+        if ":" not in str(name) and name not in BUILT_IN:
+            resolve_verifier(name)  # says which names there are
     if num_workers < 1 or max_attempts < 1:
         raise ValueError(f"num_workers and max_attempts must be at least 1, got {num_workers} and {max_attempts}")
     if not (timeout_secs > 0 and math.isfinite(timeout_secs)):

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynrl.tasks.procedural import Arithmetic, DigitSorting, Draws, task_hash
+from dynrl.tasks.base import Draws, task_hash
+from dynrl.tasks.procedural import Arithmetic, DigitSorting
 
 SOURCES = [DigitSorting(), Arithmetic(), Arithmetic(max_digits=3, max_terms=4), Arithmetic(operators="-")]
 
@@ -22,7 +23,8 @@ def test_tasks_are_pinned_across_processes_and_versions():
 def test_another_process_makes_the_same_tasks_without_importing_jax():
     code = (
         "import sys, dynrl.tasks.store, dynrl.tasks.selectors, dynrl.models.tokenizer\n"
-        "from dynrl.tasks.procedural import *\n"
+        "from dynrl.tasks.base import task_hash\n"
+        "from dynrl.tasks.procedural import DigitSorting\n"
         "assert 'jax' not in sys.modules\n"
         "print(*[DigitSorting().task(7, i).prompt for i in range(50)], task_hash('x  y'))"
     )

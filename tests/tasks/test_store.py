@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynrl.tasks.procedural import DigitSorting, task_hash
+from dynrl.tasks.base import task_hash
+from dynrl.tasks.procedural import DigitSorting
 from dynrl.tasks.store import FrozenTasks, TaskStore, make_frozen
 from dynrl.types import Task
 

@@ -9,11 +9,12 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
+from dynrl.build_tasks import make_tasks, named
 from dynrl.compile_counter import CompileCounter
 from dynrl.config import ConfigError, RunConfig
 from dynrl.core import ESTIMATORS, check_estimator
 from dynrl.models import sharding
-from dynrl.models.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from dynrl.models.tokenizer import Tokenizer
 from dynrl.rollout.buffer import GroupBuffer
 from dynrl.rollout.judge import Judge
 from dynrl.rollout.records import warm_up_gather
@@ -21,10 +22,9 @@ from dynrl.rollout.rounds import RoundsProducer
 from dynrl.rollout.schedules import Rounds
 from dynrl.rollout.statistics import RolloutStatistics
 from dynrl.sampling.lockstep import LockstepSampler
-from dynrl.tasks.base import TaskSource as ProceduralSource
+from dynrl.tasks.base import TaskSource
 from dynrl.tasks.selectors import Selector, VisitCounter, make_selector
-from dynrl.tasks.sources import make_source
-from dynrl.tasks.store import FrozenTasks, TaskStore, make_frozen
+from dynrl.tasks.store import FrozenTasks, TaskStore
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.training.state import TrainState, init_state, make_optimizer, state_shardings, with_params
 from dynrl.training.step import jit_train_step
@@ -37,7 +37,7 @@ class Parts:
 
     config: RunConfig
     mesh: Mesh
-    source: ProceduralSource
+    source: TaskSource
     store: TaskStore
     eval_tasks: FrozenTasks
     selector: Selector
@@ -85,37 +85,6 @@ def setup_compile_cache(config: RunConfig) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def make_tasks(config: RunConfig) -> tuple[ProceduralSource, TaskStore, FrozenTasks]:
-    """The source, the training tasks, and the evaluation tasks, which share no prompt with them."""
-    try:
-        source = make_source(config.tasks.source, **config.tasks.source_kwargs)
-        frozen = make_frozen(source, config.evaluation.seed, config.evaluation.num_tasks)
-        store = TaskStore(source, config.seed, config.tasks.num_tasks, frozen.hashes)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"config.tasks: {error}") from error
-    for key, needed, have in (
-        ("tasks.max_prompt_tokens", source.max_prompt_chars, config.tasks.max_prompt_tokens),
-        ("sampler.max_completion_tokens", (source.max_answer_chars or 0) + 1, config.sampler.max_completion_tokens),
-    ):
-        if needed is not None and have < needed:
-            raise ConfigError(f"config.{key}: {have} is too few for source {source.name}, which needs {needed}")
-    return source, store, frozen
-
-
-def make_tokenizer(kind: str, *sources: ProceduralSource) -> Tokenizer:
-    """A tokenizer for what the sources write: their characters where all declare them, or bytes."""
-    alphabets = [s.alphabet for s in sources if s.alphabet is not None]
-    if kind == "byte" or (kind == "auto" and len(alphabets) < len(sources)):
-        return ByteTokenizer()
-    if len(alphabets) < len(sources):
-        missing = next(s.name for s in sources if s.alphabet is None)
-        raise ConfigError(
-            f"config.model.tokenizer: 'char' needs an alphabet, which source {missing} does not declare; 'byte' needs "
-            "none"
-        )
-    return CharTokenizer(frozenset().union(*alphabets))
-
-
 def check_algorithm(config: RunConfig) -> list[str]:
     """Checks estimator, rewards and filter against each other (law 2). Returns warnings.
 
@@ -123,10 +92,7 @@ def check_algorithm(config: RunConfig) -> list[str]:
       ConfigError: for what cannot work.
     """
     c, ds, g = config.loss, config.dynamic_sampling, config.num_generations_per_prompt
-    try:
-        check_estimator(c.estimator, c.estimator_kwargs)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"config.loss.estimator: {error}") from error
+    named("loss.estimator", check_estimator, c.estimator, c.estimator_kwargs)
     estimator = ESTIMATORS[c.estimator]
     if estimator.per_component != bool(c.rewards):
         need = "normalises several rewards: name them" if estimator.per_component else "takes one reward: name none"
@@ -170,50 +136,63 @@ def make_sampler(config: RunConfig, mesh: Mesh, tokenizer: Tokenizer, num_sample
     )
 
 
+def make_buffer(config: RunConfig, mesh: Mesh) -> GroupBuffer:
+    """A buffer for what a step may leave over and one round more."""
+    b = config.num_prompts_per_step
+    return GroupBuffer(
+        mesh,
+        capacity=b - 1 + Rounds.max_groups_per_round(config.dynamic_sampling, b),
+        batch_size=b,
+        num_samples=config.num_generations_per_prompt,
+        max_prompt_tokens=config.tasks.max_prompt_tokens,
+        max_completion_tokens=config.sampler.max_completion_tokens,
+        num_rewards=len(config.loss.rewards),
+    )
+
+
+def make_verifiers(config: RunConfig, by_source: dict[str, str]) -> Verifiers:
+    """The pool of verifier workers."""
+    return named(
+        "reward.verifier",
+        Verifiers,
+        by_source,
+        num_workers=config.reward.num_workers,
+        timeout_secs=config.reward.timeout_secs,
+        max_attempts=config.rollout_failure.max_infra_attempts_per_prompt,
+        memory_limit_mb=config.reward.memory_limit_mb or None,
+        metrics=config.loss.rewards or (config.dynamic_sampling.metric,),
+    )
+
+
 def build(config: RunConfig) -> Parts:
     """Makes every part. Raises ConfigError for what cannot work together."""
     check_backend()
     setup_compile_cache(config)
     compiles = CompileCounter()
-    mesh = sharding.make_mesh(config.mesh)
-    source, store, eval_tasks = make_tasks(config)
-    tokenizer = make_tokenizer(config.model.tokenizer, source)
     warnings = check_algorithm(config)
-    g, failure, ds = config.num_generations_per_prompt, config.rollout_failure, config.dynamic_sampling
-    num_rewards = len(config.loss.rewards)
-    try:
-        judge = Judge(ds, config.loss, failure.min_live_per_group or g)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"config.dynamic_sampling.filter: {error}") from error
-    sampler = make_sampler(config, mesh, tokenizer, g)
-    eval_sampler = make_sampler(config, mesh, tokenizer, 1)
-    buffer = GroupBuffer(
-        mesh,
-        capacity=config.num_prompts_per_step - 1 + Rounds.max_groups_per_round(ds, config.num_prompts_per_step),
-        batch_size=config.num_prompts_per_step,
-        num_samples=g,
-        max_prompt_tokens=config.tasks.max_prompt_tokens,
-        max_completion_tokens=config.sampler.max_completion_tokens,
-        num_rewards=num_rewards,
+    mesh = sharding.make_mesh(config.mesh)
+    tasks = make_tasks(config)
+    tokenizer, g = tasks.tokenizer, config.num_generations_per_prompt
+    min_live = config.rollout_failure.min_live_per_group or g
+    judge = named("dynamic_sampling.filter", Judge, config.dynamic_sampling, config.loss, min_live)
+    selector = named(
+        "tasks.selector", make_selector, config.tasks.selector, seed=config.seed, **config.tasks.selector_kwargs
     )
+    sampler = named("sampler.num_slots", make_sampler, config, mesh, tokenizer, g)
+    eval_sampler = named("sampler.num_slots", make_sampler, config, mesh, tokenizer, 1)
+    buffer = named("num_prompts_per_step", make_buffer, config, mesh)
     optimizer = make_optimizer(config.train, config.num_steps)
     reference = config.loss.kl_coef > 0
     shardings = state_shardings(config.model, tokenizer.vocab_size, optimizer, mesh, reference)
-    verifiers = Verifiers(
-        {source.name: config.reward.verifier},
-        num_workers=config.reward.num_workers,
-        timeout_secs=config.reward.timeout_secs,
-        max_attempts=failure.max_infra_attempts_per_prompt,
-        memory_limit_mb=config.reward.memory_limit_mb or None,
-        metric=ds.metric,
-    )
+    train_step = jit_train_step(config, optimizer, mesh, shardings)
+    verifiers = make_verifiers(config, tasks.verifiers)  # last of what can fail: it starts processes
     return Parts(
         config=config,
         mesh=mesh,
-        source=source,
-        store=store,
-        eval_tasks=eval_tasks,
-        selector=make_selector(config.tasks.selector, seed=config.seed, **config.tasks.selector_kwargs),
+        source=tasks.source,
+        store=tasks.store,
+        eval_tasks=tasks.frozen,
+        selector=selector,
         visits=VisitCounter(),
         tokenizer=tokenizer,
         sampler=sampler,
@@ -221,11 +200,11 @@ def build(config: RunConfig) -> Parts:
         verifiers=verifiers,
         judge=judge,
         buffer=buffer,
-        producer=RoundsProducer(config, sampler, verifiers, judge, buffer, tokenizer, store),
-        statistics=RolloutStatistics(ds.metric),
+        producer=RoundsProducer(config, sampler, verifiers, judge, buffer, tokenizer, tasks.store),
+        statistics=RolloutStatistics(config.dynamic_sampling.metric, sorted(tasks.source.verifiers)),
         optimizer=optimizer,
         state=init_state(config.model, tokenizer.vocab_size, optimizer, mesh, config.seed, reference),
-        train_step=jit_train_step(config, optimizer, mesh, shardings),
+        train_step=train_step,
         compiles=compiles,
         warnings=warnings,
     )
@@ -240,6 +219,8 @@ def run_warm_start(parts: Parts, log: Any) -> bool:
 
     def make(params: Any) -> Any:
         def task_at(index: int) -> Any:
+            if parts.source.num_tasks is not None:
+                index %= parts.source.num_tasks
             return parts.source.task(config.seed + WARM_START_SEED_OFFSET, index, parts.eval_tasks.hashes)
 
         return warm_start(params, config, parts.tokenizer, task_at, parts.mesh, log)

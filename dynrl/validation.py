@@ -78,7 +78,7 @@ def validate(config: "RunConfig") -> None:
 
     _validate_shapes(config, require)
     _validate_loss(config, require)
-    b, g, ds = config.num_prompts_per_step, config.num_generations_per_prompt, config.dynamic_sampling
+    g, ds = config.num_generations_per_prompt, config.dynamic_sampling
     require(ds.oversample >= 1, "dynamic_sampling.oversample", "must be at least 1: fewer groups cannot fill a step")
     require(
         config.rollout_failure.min_live_per_group <= g,
@@ -88,7 +88,6 @@ def validate(config: "RunConfig") -> None:
     require(0 <= config.train.adam_b1 < 1, "train.adam_b1", "must lie in [0, 1)")
     require(0 <= config.train.adam_b2 < 1, "train.adam_b2", "must lie in [0, 1)")
     require(config.schedule.name == "rounds", "schedule.name", "is not a schedule; there is: rounds")
-    require(config.tasks.num_tasks >= b, "tasks.num_tasks", f"is less than one step's num_prompts_per_step = {b}")
 
 
 def _validate_loss(config: "RunConfig", require: Callable[[bool, str, str], None]) -> None:

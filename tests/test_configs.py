@@ -3,6 +3,7 @@
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -62,7 +63,7 @@ def test_algorithms_train(name, tmp_path):
     if config.loss.overlong == "penalty":
         config.loss.overlong_cache_tokens = 2
     result = dynrl.run(config, str(tmp_path), (), quick_build)
-    rows = result.metrics[1:]
+    rows: Any = result.metrics[1:]
     assert len(rows) == 2
     for row in rows:
         assert row["train_step/grad_norm"] > 0

@@ -104,7 +104,7 @@ class GroupBuffer:
         shards = sharding.num_row_shards(mesh)
         if batch_size % shards:
             raise ValueError(
-                f"config.num_prompts_per_step: {batch_size} is no multiple of the mesh's {shards} row shards "
+                f"{batch_size} groups per step are no multiple of the mesh's {shards} row shards "
                 f"(data x fsdp): use {-(-batch_size // shards) * shards}"
             )
         self._mesh, self._shards = mesh, shards

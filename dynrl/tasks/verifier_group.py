@@ -31,15 +31,15 @@ class Group:
         """Whether every rollout has its verdict."""
         return len(self.verdicts) == len(self.texts)
 
-    def scores(self, metric: str) -> Scores:
-        """The finished group's rewards. A live rollout without a reward has score 0, and the metric's component."""
+    def scores(self, metrics: Sequence[str]) -> Scores:
+        """The finished group's rewards. A live rollout without a reward has score 0, and the metrics' components."""
         verdicts = [self.verdicts[index] for index in range(len(self.texts))]
         statuses = tuple(Status(verdict.status) for verdict in verdicts)
         rewards = []
         for verdict, status in zip(verdicts, statuses, strict=True):
             score, components = (verdict.score, verdict.components) if status.live else (_DEAD, {})
-            if status is not Status.OK and metric != "score":
-                components = {metric: score}
+            if status is not Status.OK:
+                components = {metric: score for metric in metrics if metric != "score"}
             rewards.append(Reward(score, components, verdict.info))
         return Scores(self.ticket, tuple(rewards), statuses)
 

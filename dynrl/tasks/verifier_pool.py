@@ -280,7 +280,7 @@ class Pool:
             with self.changed:
                 self.errors.append(f"{where}: {verdict.status}: {verdict.error}")
         if group.finished:
-            scores = group.scores(self._setup.metric)
+            scores = group.scores(self._setup.metrics)
             with self.changed:
                 self.counts.update(status.value for status in scores.statuses)
                 self.finished.append((group.order, scores))

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from dynrl.tasks.rewards import Unparsable, Verifier, as_reward, resolve_verifier
@@ -41,7 +41,7 @@ class Setup(NamedTuple):
     """What a worker must know before its first job."""
 
     verifiers: tuple[str, ...]
-    metric: str
+    metrics: tuple[str, ...]
     memory_limit_mb: int | None
 
 
@@ -79,7 +79,7 @@ def main() -> None:
     with open(os.devnull, "wb") as devnull:
         os.dup2(devnull.fileno(), 2)  # start-up problems were worth keeping; a verifier's chatter is not
     _send(connection, {"ready": True})
-    bench = _Bench(connection, running, verifiers, setup.metric)
+    bench = _Bench(connection, running, verifiers, setup.metrics)
     while bench.usable and (header := _read_frame(frames)):
         bench.serve(header, frames)
 
@@ -88,12 +88,12 @@ class _Bench:
     """Judges job after job, and reports."""
 
     def __init__(
-        self, connection: socket.socket, running: mmap.mmap, verifiers: Mapping[str, Verifier], metric: str
+        self, connection: socket.socket, running: mmap.mmap, verifiers: Mapping[str, Verifier], metrics: Sequence[str]
     ) -> None:
         self.connection = connection
         self.running = running
         self.verifiers = verifiers
-        self.metric = metric
+        self.metrics = metrics
         self.job = 0
         self.verdicts: list[Verdict] = []  # not reported yet
         self.reported_at = 0.0
@@ -127,7 +127,7 @@ class _Bench:
                 now = time.monotonic()
             RUNNING.pack_into(self.running, 0, self.job, number, 0.0)
             _START.pack_into(self.running, _START_OFFSET, now)
-            self.verdicts.append(judge(self.verifiers[name], name, task, number, text, self.metric))
+            self.verdicts.append(judge(self.verifiers[name], name, task, number, text, self.metrics))
             _START.pack_into(self.running, _START_OFFSET, 0.0)
             signal.alarm(0)  # one that a verifier left behind must not hit the next rollout
             self.usable = self.verdicts[-1].status != OUT_OF_MEMORY
@@ -141,7 +141,7 @@ class _Bench:
         self.verdicts, self.reported_at = [], time.monotonic()
 
 
-def judge(verifier: Verifier, name: str, task: Task, number: int, text: str, metric: str) -> Verdict:
+def judge(verifier: Verifier, name: str, task: Task, number: int, text: str, metrics: Sequence[str]) -> Verdict:
     """Runs the verifier on one text, and turns whatever happens into a verdict.
 
     Memory and recursion that run out are the text's doing, as a missed deadline is. Everything else that is raised,
@@ -149,8 +149,9 @@ def judge(verifier: Verifier, name: str, task: Task, number: int, text: str, met
     """
     try:
         reward = as_reward(verifier(task, text), name, task.task_id)
-        if metric != "score" and metric not in reward.components:
-            raise ValueError(f"verifier {name!r}, task {task.task_id}: metric {metric!r} is missing")
+        missing = [metric for metric in metrics if metric != "score" and metric not in reward.components]
+        if missing:
+            raise ValueError(f"verifier {name!r}, task {task.task_id}: metric {missing[0]!r} is missing")
         bad = [key for key, value in (("score", reward.score), *reward.components.items()) if not math.isfinite(value)]
         if bad:
             return Verdict(number, Status.NONFINITE, error=f"not finite: {', '.join(bad)[:MAX_NOTE_CHARS]}")

@@ -50,7 +50,7 @@ class Verifiers:
         timeout_secs: float = 5.0,
         max_attempts: int = 3,
         memory_limit_mb: int | None = None,
-        metric: str = "score",
+        metrics: Sequence[str] = ("score",),
     ) -> None:
         """Starts the workers, and returns when the first one has loaded its verifiers.
 
@@ -62,7 +62,7 @@ class Verifiers:
             may come to nothing.
           memory_limit_mb: what a worker may allocate beyond its state after loading (Linux only). Without it, the
             system may kill a worker that uses too much, which counts as a crash.
-          metric: "score", or the component that every verifier must return.
+          metrics: what every verifier must return: "score", or names of components.
 
         Raises:
           ValueError: an argument is out of range, or names no verifier.
@@ -75,7 +75,7 @@ class Verifiers:
         self._closed = False
         names = tuple(sorted(set(verifier_for_source.values())))
         self._pool = Pool(
-            Setup(names, metric, memory_limit_mb),
+            Setup(names, tuple(metrics), memory_limit_mb),
             num_workers=num_workers,
             timeout_secs=timeout_secs,
             max_attempts=max_attempts,

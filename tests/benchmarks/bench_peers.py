@@ -143,9 +143,10 @@ def run_dynrl(flags: argparse.Namespace) -> None:
 
     import dynrl
     import dynrl.build
+    import dynrl.build_tasks
     from dynrl.models.tokenizer import CharTokenizer
 
-    def endless_tokenizer(source: Any) -> CharTokenizer:
+    def endless_tokenizer(kind: str, source: Any, *others: Any) -> CharTokenizer:
         tokenizer = CharTokenizer(source.alphabet)
         tokenizer.eos_id = tokenizer.vocab_size  # a token that the policy cannot emit
         return tokenizer
@@ -159,7 +160,7 @@ def run_dynrl(flags: argparse.Namespace) -> None:
         pacer.wait()
         return parts
 
-    dynrl.build.make_tokenizer = endless_tokenizer
+    dynrl.build_tasks.make_tokenizer = endless_tokenizer
     with tempfile.TemporaryDirectory() as workdir, contextlib.suppress(Finished):
         dynrl.run(dynrl_config(flags), workdir, build_parts=build)
 

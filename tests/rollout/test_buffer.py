@@ -98,7 +98,9 @@ def test_batch_size_must_be_a_multiple_of_the_shards(mesh):
     if shards == 1:
         make_buffer(mesh, batch_size=5)
         return
-    with pytest.raises(ValueError, match=rf"num_prompts_per_step: 9 .* {shards} row shards.*: use (\d+)") as caught:
+    with pytest.raises(
+        ValueError, match=rf"9 groups per step are no multiple of .* {shards} row shards.*: use (\d+)"
+    ) as caught:
         make_buffer(mesh, batch_size=9)
     advised = int(str(caught.value).rpartition(" ")[2])
     assert advised == -(-9 // shards) * shards

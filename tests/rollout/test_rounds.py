@@ -325,8 +325,8 @@ def test_a_penalty_for_length_decides_what_there_is_to_learn_but_not_the_filter(
     run = config(loss={"overlong": "penalty", "overlong_cache_tokens": 3})
     texts = {5: ("0", "1234"), 6: ("0", "0006"), 7: ("7", "0")}
     verifiers = ScriptedVerifiers()
-    verifiers.submit = lambda t, task, texts: verifiers._done.append(
-        Scores(t, tuple(Reward(float(int(x) == t)) for x in texts), (OK,) * G)
+    verifiers.submit = lambda ticket, task, texts: verifiers._done.append(
+        Scores(ticket, tuple(Reward(float(int(x) == ticket)) for x in texts), (OK,) * G)
     )
     judge = Judge(run.dynamic_sampling, run.loss, G)
     events, _ = run_round(parts, ScriptedSampler(mesh1, [(5, 6, 7)], texts), verifiers, (5, 6, 7), run, judge)

@@ -292,7 +292,7 @@ def test_contents_do_not_depend_on_workers_or_order():
 
 
 def test_metric_may_name_a_component():
-    with Verifiers({"s": "hostile:act"}, metric="style", timeout_secs=0.4) as verifiers:
+    with Verifiers({"s": "hostile:act"}, metrics=("score", "style"), timeout_secs=0.4) as verifiers:
         scores = judge(verifiers, "components", "good", "unparsable", "loop")
         assert scores.statuses == (Status.OK, Status.ERROR, Status.UNPARSABLE, Status.TIMEOUT)
         assert [scores.rewards[i].components["style"] for i in (0, 2, 3)] == [0.75, 0.0, 0.0]

@@ -1,0 +1,104 @@
+"""From a configuration to its tasks: where they come from, who judges them, and how they are written as tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dynrl.config import ConfigError, RunConfig
+from dynrl.models.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from dynrl.tasks.base import TaskSource
+from dynrl.tasks.sources import make_source
+from dynrl.tasks.store import FrozenTasks, TaskStore, make_frozen
+
+T = TypeVar("T")
+
+
+@dataclass
+class Tasks:
+    """Where tasks come from, the training tasks, the evaluation tasks, and who judges them."""
+
+    source: TaskSource
+    store: TaskStore
+    frozen: FrozenTasks
+    verifiers: dict[str, str]  # by source name
+    tokenizer: Tokenizer
+
+
+def make_tasks(config: RunConfig) -> Tasks:
+    """Training and evaluation tasks, which share no prompt.
+
+    Without an evaluation source of their own, evaluation tasks are drawn from the training source by another seed, or
+    are the first ones of a finite source.
+    """
+    t, e = config.tasks, config.evaluation
+    if e.source_kwargs and not e.source:
+        raise ConfigError(f"config.evaluation.source_kwargs: {e.source_kwargs!r}, but evaluation.source is empty")
+    source = named("tasks.source", make_source, t.source, **t.source_kwargs)
+    other = named("evaluation.source", make_source, e.source, **e.source_kwargs) if e.source else source
+    frozen = named("evaluation.num_tasks", make_frozen, other, e.seed, e.num_tasks)
+    source = named("tasks.source", source.without, frozen.hashes)
+    num_tasks = t.num_tasks if source.num_tasks is None else min(t.num_tasks, source.num_tasks)
+    if num_tasks < config.num_prompts_per_step:
+        raise ConfigError(
+            f"config.tasks.num_tasks: {num_tasks} training tasks are less than one step's num_prompts_per_step = "
+            f"{config.num_prompts_per_step}"
+        )
+    store = named("tasks.source", TaskStore, source, config.seed, num_tasks, frozen.hashes)
+    tokenizer = make_tokenizer(config.model.tokenizer, source, other)
+    if isinstance(tokenizer, CharTokenizer):
+        check_lengths(config, source, other)
+    longest = max(len(named("evaluation.source", tokenizer.encode, x.prompt)) for x in frozen.get(range(len(frozen))))
+    if longest > t.max_prompt_tokens:
+        raise ConfigError(
+            f"config.tasks.max_prompt_tokens: {t.max_prompt_tokens} is too few for the evaluation tasks: the longest "
+            f"prompt has {longest} tokens"
+        )
+    return Tasks(source, store, frozen, choose_verifiers(config, {**source.verifiers, **other.verifiers}), tokenizer)
+
+
+def check_lengths(config: RunConfig, *sources: TaskSource) -> None:
+    """Raises ConfigError where prompts or answers of one token per character cannot fit."""
+    for source in sources:
+        answer = None if source.max_answer_chars is None else source.max_answer_chars + 1
+        for key, needed, have in (
+            ("tasks.max_prompt_tokens", source.max_prompt_chars, config.tasks.max_prompt_tokens),
+            ("sampler.max_completion_tokens", answer, config.sampler.max_completion_tokens),
+        ):
+            if needed is not None and have < needed:
+                raise ConfigError(f"config.{key}: {have} is too few for source {source.name}, which needs {needed}")
+
+
+def choose_verifiers(config: RunConfig, defaults: dict[str, str]) -> dict[str, str]:
+    """The verifier of each task source."""
+    unknown = [name for name in config.reward.verifiers if name not in defaults]
+    if unknown:
+        raise ConfigError(
+            f"config.reward.verifiers: no task has the source {unknown[0]!r}; there are {sorted(defaults)}"
+        )
+    one = config.reward.verifier
+    chosen = {name: default if one == "default" else one for name, default in defaults.items()}
+    return chosen | dict(config.reward.verifiers)
+
+
+def make_tokenizer(kind: str, *sources: TaskSource) -> Tokenizer:
+    """A tokenizer for what the sources write: their characters where all declare them, or bytes."""
+    alphabets = [s.alphabet for s in sources if s.alphabet is not None]
+    if kind == "byte" or (kind == "auto" and len(alphabets) < len(sources)):
+        return ByteTokenizer()
+    if len(alphabets) < len(sources):
+        missing = next(s.name for s in sources if s.alphabet is None)
+        raise ConfigError(
+            f"config.model.tokenizer: 'char' needs an alphabet, which source {missing} does not declare; 'byte' needs "
+            "none"
+        )
+    return CharTokenizer(frozenset().union(*alphabets))
+
+
+def named(key: str, make: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """What `make` makes; its ValueError or TypeError becomes a ConfigError that names the key."""
+    try:
+        return make(*args, **kwargs)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"config.{key}: {error}") from error

@@ -28,7 +28,7 @@ def get_config(arg: str = "") -> Any:
         "source": "gsm8k",
         "verifier": "gsm8k",
     }
-    c.tasks.max_prompt_tokens = 512
+    c.tasks.max_prompt_tokens = 640
     c.tasks.long_prompts = "skip"
     c.evaluation.source = "jsonl"
     c.evaluation.source_kwargs = {**c.tasks.source_kwargs.to_dict(), "path": f"{folder}/test.jsonl"}

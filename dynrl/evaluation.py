@@ -19,9 +19,10 @@ def evaluate(
     A completion counts as passed when its score is positive; a dead one counts as failed.
 
     Returns:
-      eval/main/pass_at_1, eval/main/reward, and pass_at_1 by level.
+      eval/main/pass_at_1, eval/main/reward, and pass_at_1 by level, and by source where there are several.
     """
     all_tasks = tasks.get(range(len(tasks)))
+    sources = {task.source for task in all_tasks}
     params = SamplingParams(config.evaluation.temperature, config.sampler.max_completion_tokens)
     # Negative tickets: evaluation is not in the ledger, and must not meet its numbers in the verifiers.
     by_ticket = {-1 - i: task for i, task in enumerate(all_tasks)}
@@ -44,8 +45,10 @@ def evaluate(
         records = gather(records_of(groups, scores, "score"), groups.owned_P)
         for i in np.flatnonzero(groups.valid_P):
             score = float(records.score[i, 0]) if records.live[i, 0] else 0.0
-            level = by_ticket[int(groups.tickets_P[i])].level
+            task = by_ticket[int(groups.tickets_P[i])]
             sums.add("eval/main/pass_at_1", score > 0, 1)
             sums.add("eval/main/reward", score, 1)
-            sums.add(f"eval/main/level/{level}", score > 0, 1)
+            sums.add(f"eval/main/level/{task.level}", score > 0, 1)
+            if len(sources) > 1:
+                sums.add(f"eval/main/source/{task.source}", score > 0, 1)
     return dict(sorted(sums.row().items()))

@@ -66,6 +66,7 @@ REGISTRY: dict[str, str] = {
     "time/*": "seconds",
     "eval/main/pass_at_1": "share of evaluation tasks solved by one completion",
     "eval/main/reward": "mean score of the evaluation completions",
+    "eval/main/source/*": "pass_at_1 of the evaluation tasks of one source; where there are several",
     "eval/main/level/*": "pass_at_1 of the evaluation tasks of one difficulty level",
     "warm_start/*": "see dynrl.training.warm_start",
 }

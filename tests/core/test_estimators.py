@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dynrl.core import group_advantages
+from dynrl.types import Array
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 # Live 1, 0, 0, 0: mean 1/4, std (ddof 1) 1/2.
@@ -16,7 +17,7 @@ REWARDS = jnp.array([[1.0, 0.0, 7.0, 0.0, 0.0]])
 LIVE = jnp.array([[True, True, False, True, True]])
 
 
-def run(wrap, rewards=REWARDS, live: jax.Array | None = LIVE, **options):
+def run(wrap, rewards: Array = REWARDS, live: Array = LIVE, **options):
     return wrap(functools.partial(group_advantages, **options))(rewards, live)
 
 
@@ -35,26 +36,28 @@ def test_grpo_dr_grpo_and_rloo(wrap):
 @WRAPS
 def test_reinforce_pp(wrap):
     # Live 3, 1, 1 | 1, 1 | 5: mean 2, squares 1+1+1+1+1+9 = 14 over 6, std (ddof 0) sqrt(7/3).
-    rewards = jnp.array([[3.0, 1.0, 1.0], [1.0, 1.0, jnp.nan], [5.0, 9.0, 9.0]])
-    live = jnp.array([[True] * 3, [True] * 3, [True, False, False]])
-    expected = np.array([[1, -1, -1], [-1, -1, 0], [3, 0, 0]])
+    rewards = jnp.array([[3.0, 1.0, 1.0], [1.0, 1.0, jnp.nan], [5.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
+    live = jnp.array([[True] * 3, [True] * 3, [True, False, False], [False] * 3])
+    expected = np.array([[1, -1, -1], [-1, -1, 0], [3, 0, 0], [0, 0, 0]])
     got = run(wrap, rewards, live, estimator="reinforce_pp", ddof=0, eps=0.0)
     np.testing.assert_allclose(got, expected / np.sqrt(7 / 3), rtol=1e-6)
     # ddof 1: std sqrt(14/5); eps adds to it.
     got = run(wrap, rewards, live, estimator="reinforce_pp", eps=0.1)
     np.testing.assert_allclose(got, expected / (np.sqrt(14 / 5) + 0.1), rtol=1e-6)
     # A batch of equal rewards, and one within the tolerance: exactly 0.
-    for batch in (jnp.full((2, 3), 0.1), jnp.full((2, 3), 0.7).at[0, 0].add(1e-7)):
-        np.testing.assert_array_equal(run(wrap, batch, None, estimator="reinforce_pp"), np.zeros((2, 3)))
+    for batch in (np.full((4, 3), 0.1, np.float32), np.full((4, 3), 0.7, np.float32)):
+        batch[0, 0] += 1e-7
+        np.testing.assert_array_equal(run(wrap, batch, live, estimator="reinforce_pp"), np.zeros((4, 3)))
 
 
 @WRAPS
 def test_reinforce_pp_baseline(wrap):
     # Minus the groups' means 2 and 1: 1, -1 | 0, 0 | 0. Squares 2 over five live: std (ddof 1) sqrt(1/2).
-    rewards = jnp.array([[3.0, 1.0], [1.0, 1.0], [5.0, 9.0]])
-    live = jnp.array([[True, True], [True, True], [True, False]])
+    rewards = jnp.array([[3.0, 1.0, 9.0], [1.0, 1.0, 9.0], [5.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
+    live = jnp.array([[True, True, False], [True, True, False], [True, False, False], [False] * 3])
     got = run(wrap, rewards, live, estimator="reinforce_pp_baseline", eps=0.0)
-    np.testing.assert_allclose(got, np.sqrt(2) * np.array([[1, -1], [0, 0], [0, 0]]), rtol=1e-6)
+    np.testing.assert_allclose(got[0], np.sqrt(2) * np.array([1, -1, 0]), rtol=1e-6)
+    np.testing.assert_array_equal(got[1:], np.zeros((3, 3)))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
@@ -92,18 +95,19 @@ def test_pass_at_k_of_many():
 def test_gdpo(wrap):
     # Group 1: components (1, 0) and (0, 4), each +-1/sqrt(2) after GRPO (ddof 1): (1, -1) and (-1, 1), over sqrt(2).
     # Group 2: the second component is constant, so it adds 0. Group 3: no signal. A NaN component kills a rollout.
-    first = [[1.0, 0.0, 9.0], [1.0, 0.0, 0.0], [2.0, 2.0, 2.0]]
-    second = [[0.0, 4.0, jnp.nan], [0.1, 0.1, 0.1], [0.7, 0.7, 0.7]]
-    rewards = jnp.stack([jnp.array(first), jnp.array(second)], axis=-1)
-    sums = functools.partial(run, wrap, rewards, None, estimator="gdpo", eps=0.0, batch_norm=False)
+    first = [[1.0, 0.0, 9.0], [1.0, 0.0, 0.0], [2.0, 2.0, 2.0], [np.inf, 1.0, 0.0]]
+    second = [[0.0, 4.0, np.nan], [0.1, 0.1, 0.1], [0.7, 0.7, 0.7], [1.0, np.nan, 2.0]]
+    rewards = np.stack([first, second], axis=-1).astype(np.float32)
+    live = np.broadcast_to([[True], [True], [True], [False]], (4, 3))
+    sums = functools.partial(run, wrap, rewards, live, estimator="gdpo", eps=0.0, batch_norm=False)
     two, one = 2 / np.sqrt(3), -1 / np.sqrt(3)  # group 2: mean 1/3, std 1/sqrt(3)
     cancelled = sums()
-    np.testing.assert_allclose(cancelled, [[0, 0, 0], [two, one, one], [0, 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(cancelled, [[0, 0, 0], [two, one, one], [0, 0, 0], [0, 0, 0]], rtol=1e-6)
     np.testing.assert_array_equal(cancelled[0], np.zeros(3))  # and nothing is left of rounding
-    weighted = np.array([[2 / np.sqrt(2), -2 / np.sqrt(2), 0], [3 * two, 3 * one, 3 * one], [0, 0, 0]])
+    weighted = np.array([[2 / np.sqrt(2), -2 / np.sqrt(2), 0], [3 * two, 3 * one, 3 * one], [0, 0, 0], [0, 0, 0]])
     np.testing.assert_allclose(sums(weights=(3.0, 1.0)), weighted, rtol=1e-6)
     # Over the batch's std: squares 4 + 18 = 22 over eight live, ddof 1: sqrt(22/7).
-    got = run(wrap, rewards, None, estimator="gdpo", eps=0.0, weights=(3.0, 1.0))
+    got = run(wrap, rewards, live, estimator="gdpo", eps=0.0, weights=(3.0, 1.0))
     np.testing.assert_allclose(got, weighted / np.sqrt(22 / 7), rtol=1e-6)
 
 
@@ -111,10 +115,12 @@ def test_gdpo(wrap):
 def test_rl_zvp(wrap):
     # Group 1 has signal: +-1/sqrt(2). Group 2 is all right: alpha * H. Group 3 is all wrong: alpha * (H - max H), the
     # maximum over what is masked in. Group 4 is mixed within the tolerance: 0. A dead rollout and masked-out tokens: 0.
-    rewards = jnp.array([[1.0, 0.0], [0.5, 0.5], [0.0, -1e-9], [1e-9, -1e-9]])
-    entropy = jnp.broadcast_to(jnp.array([1.0, 3.0, jnp.nan]), (4, 2, 3))
-    mask = jnp.broadcast_to(jnp.array([True, True, False]), (4, 2, 3)).at[2, 1, 1].set(False)
-    live = jnp.ones((4, 2), bool).at[1, 1].set(False)
+    rewards = jnp.array([[1.0, 0.0, 7.0], [0.5, 0.5, 7.0], [0.0, -1e-9, 7.0], [1e-9, -1e-9, 7.0]])
+    entropy = np.broadcast_to(np.array([1, 3, np.nan], np.float32), (4, 3, 3))
+    mask = np.broadcast_to([True, True, False], (4, 3, 3)).copy()
+    mask[2, 1, 1] = False
+    live = np.broadcast_to([True, True, False], (4, 3)).copy()
+    live[1, 1] = False
     arrays = {"entropy_PGT": entropy, "mask_PGT": mask}
     got = wrap(lambda r, m, x: group_advantages(r, m, estimator="rl_zvp", alpha=0.2, eps=0.0, **x))(
         rewards, live, arrays
@@ -126,7 +132,8 @@ def test_rl_zvp(wrap):
         [[-0.4, 0, 0], [0, 0, 0]],
         [[0, 0, 0], [0, 0, 0]],
     ]
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    np.testing.assert_allclose(got[:, :2], expected, rtol=1e-6)
+    np.testing.assert_array_equal(got[:, 2], np.zeros((4, 3)))
 
 
 def test_rl_zvp_takes_entropies_as_constants():

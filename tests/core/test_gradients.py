@@ -81,7 +81,7 @@ def test_gspo_is_the_gradient_of_the_sequence_ratio():
         return -np.where(mask.any(1), np.minimum(s * a, np.clip(s, 0.95, 1.08) * a), 0).sum()
 
     arrays, options = arguments(batch, OPTIONS["gspo"])
-    value, grad = jax.value_and_grad(lambda logp: policy_loss(logp, *arrays[1:], **options)[0])(arrays[0])
+    value, grad = jax.jit(jax.value_and_grad(lambda logp: policy_loss(logp, *arrays[1:], **options)[0]))(arrays[0])
     np.testing.assert_allclose(value, sequence_loss(batch["logp"]), rtol=1e-12)
     expected = numeric_gradient(sequence_loss, batch["logp"], batch["mask"])
     np.testing.assert_allclose(grad, expected, rtol=1e-6, atol=1e-8)

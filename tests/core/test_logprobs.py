@@ -42,7 +42,7 @@ def grad_function(chunk_size, targets, weights, **options):
 
 @pytest.mark.parametrize(
     ("wrap", "chunk_size"),
-    [(lambda f: f, None), (lambda f: f, 4), *((jax.jit, size) for size in (None, 1, 4, 7, 15, 100))],
+    [(lambda f: f, None), *((jax.jit, size) for size in (None, 1, 4, 7, 100))],
 )
 def test_against_float64(wrap, chunk_size):
     hidden, unembed, targets = make_inputs()
@@ -99,18 +99,17 @@ def test_entropy_gradient_by_hand():
     np.testing.assert_allclose(grads[0][0, 0], [slope * np.log(3)], rtol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-6])
-def test_tiny_temperatures_keep_small_differences(temperature):
-    # Logits 8 + {0, T}, exact in float32 at 2**-10 and 2**-20: p = 1 / (1 + e) and e / (1 + e), whatever the offset.
-    temperature = 2.0 ** np.round(np.log2(temperature))
-    hidden, unembed = jnp.ones((1, 1, 1)), jnp.array([[8.0, 8.0 + temperature]], jnp.float32)
+@pytest.mark.parametrize(("temperature", "gap"), [(1e-3, 2.0**-10), (1e-6, 2.0**-20)])
+def test_tiny_temperatures_keep_small_differences(temperature, gap):
+    # Logits 8 and 8 + gap, exact in float32: p_1 = 1 / (1 + exp(-gap / T)), where 8 / T alone is off by up to 0.5.
+    hidden, unembed = jnp.ones((1, 1, 1)), jnp.array([[8.0, 8.0 + gap]], jnp.float32)
 
     def logp(unembed):
         return token_logprobs(hidden, unembed, jnp.zeros((1, 1), int), temperature=temperature)[0].sum()
 
     value, grad = jax.jit(jax.value_and_grad(logp))(unembed)
-    np.testing.assert_allclose(value, -np.log(1 + np.e), rtol=1e-6)
-    p = np.e / (1 + np.e)
+    p = 1 / (1 + np.exp(-gap / temperature))
+    np.testing.assert_allclose(value, np.log(1 - p), rtol=1e-6)
     np.testing.assert_allclose(grad * temperature, [[p, -p]], rtol=1e-6)
 
 

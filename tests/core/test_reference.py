@@ -60,7 +60,7 @@ def groups():
 class Masked:
     """Sums over live rollouts in float64, keeping the axes that were reduced."""
 
-    def __init__(self, rewards, live, axis=-1):
+    def __init__(self, rewards, live, axis: int | tuple[int, int] = -1):
         self.live = live & np.isfinite(rewards)
         self.r = np.where(self.live, rewards, 0).astype(np.float64)
         self.axis, self.n = axis, self.live.sum(axis, keepdims=True)
@@ -247,7 +247,7 @@ def test_losses(name):
     """1,250 batches of 8 rows and 6 tokens."""
     batch = make_batch(3, (1250, 8, 6), token_advantages="token" in name or "cispo" in name)
     expected = reference_loss(batch, **OPTIONS[name])
-    batch = {key: np.float32(x) if x.dtype != bool else x for key, x in poison(batch).items()}
+    batch = {key: x.astype(np.float32) if x.dtype != bool else x for key, x in poison(batch).items()}
     arrays, options = arguments(batch, OPTIONS[name])
     named = {key: options.pop(key) for key in list(options) if key.endswith("_NT")}
     program = jax.jit(jax.vmap(lambda arrays, named: policy_loss(*arrays, **named, **options)))

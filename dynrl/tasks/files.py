@@ -123,9 +123,8 @@ class FileSource(ABC):
         row = int(self._rows[index])
         task = self._task(row)
         if exclude and task_hash(task.prompt) in exclude:
-            raise ValueError(
-                f"{self._paths[self._file_of(row)]}: the prompt of task {index} is among the excluded ones"
-            )
+            path = self._paths[self._file_of(row)]
+            raise ValueError(f"{path}: the prompt of task {index} is among the {len(exclude)} excluded ones")
         return task
 
     def without(self, exclude: Set[str]) -> Self:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import tracemalloc
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def kind(request):
     return request.param
 
 
-def make(kind, folder, rows=TYPED, **kwargs):
+def make(kind, folder, rows=TYPED, **kwargs) -> Any:
     path = WRITERS[kind](folder / f"rows.{kind}", rows)
     return make_source(kind, path=path, **{**KWARGS, **kwargs})
 
@@ -186,7 +187,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
 def test_parquet_reads_row_groups_on_demand(tmp_path):
     path = write_parquet(tmp_path / "many", [{"prompt": f"p{i}", "answer": str(i), "unused": "x" * 100}
                                              for i in range(100)], row_group_size=10)  # fmt: skip
-    source = make_source("parquet", path=path)
+    source: Any = make_source("parquet", path=path)
     order = (0, 99, 55, 9, 10, 31, 0, 99)
     assert [source.task(0, i).answer for i in order] == [str(i) for i in order]
     assert len(source._groups) == 4

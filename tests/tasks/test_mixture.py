@@ -68,7 +68,7 @@ def test_tasks_are_pure_and_sources_of_one_kind_differ():
 def test_what_a_mixture_says_of_itself_is_the_union():
     mixture = make_source("mixture", sources=[SORTING, SUMS])
     sorting, sums = (make_source(entry["name"], **entry["kwargs"]) for entry in (SORTING, SUMS))
-    assert mixture.alphabet == sorting.alphabet | sums.alphabet
+    assert mixture.alphabet == (sorting.alphabet or set()) | (sums.alphabet or set())
     assert mixture.max_prompt_chars == max(sorting.max_prompt_chars or 0, sums.max_prompt_chars or 0)
     assert mixture.max_answer_chars == max(sorting.max_answer_chars or 0, sums.max_answer_chars or 0)
     assert mixture.levels == tuple(sorted({*sorting.levels, *sums.levels}))

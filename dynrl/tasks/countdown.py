@@ -125,7 +125,7 @@ def countdown(task: Task, text: str) -> Reward:
     numbers, target, use_all = _problem(task)
     tree = _parsed(text, target)
     left_over = Counter(numbers)
-    left_over.subtract(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    left_over.subtract(_number(node) for node in ast.walk(tree) if isinstance(node, ast.Constant))
     if any(count < 0 or (use_all and count) for count in left_over.values()):
         return Reward(0.0)
     try:
@@ -140,10 +140,11 @@ def _operand(text: str) -> str:
 
 def _problem(task: Task) -> tuple[list[int], int, bool]:
     numbers, target, use_all = (task.metadata.get(key) for key in ("numbers", "target", "use_all"))
-    is_list = isinstance(numbers, list) and all(isinstance(number, int) for number in numbers)
-    if not is_list or not isinstance(target, int) or not isinstance(use_all, bool):
-        raise ValueError(f"task {task.task_id}: metadata must hold 'numbers', 'target' and 'use_all'")
-    return numbers, target, use_all
+    if isinstance(numbers, list) and isinstance(target, int) and isinstance(use_all, bool):
+        integers = [number for number in numbers if isinstance(number, int)]
+        if len(integers) == len(numbers):
+            return integers, target, use_all
+    raise ValueError(f"task {task.task_id}: metadata must hold 'numbers', 'target' and 'use_all'")
 
 
 def _parsed(text: str, target: int) -> ast.expr:
@@ -164,10 +165,15 @@ def _parsed(text: str, target: int) -> ast.expr:
     return tree
 
 
+def _number(node: ast.Constant) -> int:
+    assert isinstance(node.value, int)  # the characters allow nothing else
+    return node.value
+
+
 def _value(node: ast.expr) -> Fraction:
     """Its depth is bounded by the expression's length, its numbers by the task's."""
     if isinstance(node, ast.Constant):
-        return Fraction(node.value)
+        return Fraction(_number(node))
     assert isinstance(node, ast.BinOp)
     left, right = _value(node.left), _value(node.right)
     if isinstance(node.op, ast.Add):

@@ -123,9 +123,8 @@ class FileSource(ABC):
         row = int(self._rows[index])
         task = self._task(row)
         if exclude and task_hash(task.prompt) in exclude:
-            raise ValueError(
-                f"{self._paths[self._file_of(row)]}: the prompt of task {index} is among the excluded ones"
-            )
+            path = self._paths[self._file_of(row)]
+            raise ValueError(f"{path}: the prompt of task {index} is among the {len(exclude)} excluded ones")
         return task
 
     def without(self, exclude: Set[str]) -> Self:
@@ -234,11 +233,11 @@ def _refuse_constant(name: str) -> None:
 
 def _matches(path: str | Sequence[str]) -> list[str]:
     """Returns the files, in order; ValueError where a name or pattern stands for none."""
-    given = [path] if isinstance(path, str) else list(path)
+    given = list(path) if isinstance(path, (list, tuple)) else [path]
     if not given or not all(isinstance(each, str) and each for each in given):
         raise TypeError(f"path must be a file, a pattern, or a sequence of these, got {path!r}")
     found = []
-    for each in map(os.path.expanduser, given):
+    for each in (os.path.expanduser(str(each)) for each in given):
         is_pattern = glob.has_magic(each) and not os.path.exists(each)
         matches = sorted(glob.glob(each, recursive=True)) if is_pattern else [each]
         if not matches:

@@ -26,7 +26,7 @@ from dynrl.types import Reward, Task
 try:
     from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
     from reasoning_gym.dataset import ProceduralDataset
-    from reasoning_gym.factory import CURRICULA, DATASETS
+    from reasoning_gym.factory import DATASETS, create_curriculum, has_curriculum
 except ImportError as error:
     raise ImportError("'reasoning_gym' needs more packages: pip install 'dynrl[tasks]'") from error
 
@@ -124,7 +124,7 @@ def make_dataset(generator: str, config: Mapping[str, Any], difficulty: Difficul
 
 def curriculum_size(generator: str) -> int:
     """Returns how many global levels the generator's curriculum has; 0 without one."""
-    attributes = CURRICULA[generator]().attributes if generator in CURRICULA else {}
+    attributes = create_curriculum(generator).attributes if has_curriculum(generator) else {}
     return max((len(attribute.levels) for attribute in attributes.values()), default=0)
 
 
@@ -159,9 +159,9 @@ def entry_text(entry: Mapping[str, Any]) -> str:
 
 
 def _curriculum_values(generator: str, difficulty: int | Mapping[str, int], fields: Iterable[str]) -> dict[str, Any]:
-    if generator not in CURRICULA:
+    if not has_curriculum(generator):
         raise ValueError("it has no curriculum")
-    curriculum = CURRICULA[generator]()
+    curriculum = create_curriculum(generator)
     if isinstance(difficulty, Mapping):
         for name, level in difficulty.items():
             if name not in curriculum.attributes:

@@ -81,7 +81,10 @@ def test_resolve_built_in_and_path():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exact_mach", "did you mean 'exact_match'.*built in: exact_match, integer_match, prefix_fraction"),
+        (
+            "exact_mach",
+            "did you mean 'exact_match'.*built in: countdown, exact_match, gsm8k, .*reasoning_gym; your own",
+        ),
         ("no_such_pkg_9.x:f", "no module 'no_such_pkg_9' on sys.path"),
         ("dynrl.tasks.no_such:f", "no module 'dynrl.tasks.no_such' on sys.path"),
         ("dynrl.tasks.rewards:exact_mach", "no attribute 'exact_mach'.*did you mean 'exact_match'"),

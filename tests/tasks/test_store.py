@@ -161,6 +161,16 @@ def test_a_store_over_given_tasks():
         TaskStore.from_tasks([new_task(task_id=4)])
 
 
+def test_an_endless_source_needs_a_number():
+    with pytest.raises(ValueError, match="digit_sorting has no end: say how many training tasks to take"):
+        TaskStore(SOURCE, 0, None)
+    with pytest.raises(ValueError, match="digit_sorting has no end: say how many evaluation tasks to take"):
+        make_frozen(SOURCE, 0, None)
+    with pytest.raises(ValueError, match="num_tasks must be at least 0, got -1"):
+        TaskStore(SOURCE, 0, -1)
+    assert TaskStore(SOURCE, 0, 10, make_frozen(SOURCE, 1, 5).hashes).num_excluded == 0
+
+
 class Repeating(DigitSorting):
     name = "repeating"
 

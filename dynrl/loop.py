@@ -212,6 +212,7 @@ class Loop:
             self.books.amend(self._evaluate())
         self._check_faults()
         if (step + 1) % self.config.checkpoint.every_steps == 0:
+            self._await_weights()  # the checkpoint's copy of the row is whole
             self.books.save()
         self._stopping = any_process(self._interrupted)
         return self._advance(StopRequested("interrupted")) if self._stopping else commands

@@ -143,6 +143,11 @@ def test_more_steps_go_on_as_if_they_had_been_asked_for_at_first(finished, confi
     assert list(map(reproducible, whole.metrics[:5])) == list(map(reproducible, result.metrics[:5]))
 
 
+def test_the_row_that_a_checkpoint_holds_is_whole(config_of, tmp_path):
+    quick_run(config_of(num_steps=2), tmp_path)  # the last checkpoint falls due with the last step
+    check_steps(quick_run(config_of(num_steps=3), tmp_path).metrics, 3)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("loss__clip_high", 0.3), ("num_steps", 4), ("seed", 1), ("dynamic_sampling__refill", "full")],

@@ -267,8 +267,9 @@ class Loop:
         self._await_weights()
         if failed:
             self.books.flush()
+            statuses = ", ".join(f"{n} {status}" for status, n in self.parts.statistics.statuses().items())
             errors = "".join(f"\nverifier: {e}" for e in self.parts.verifiers.errors()[-3:])
-            raise RunError(reason + errors)
+            raise RunError(f"{reason}\nrollouts by status: {statuses or '-'}{errors}")
         pending = self.books.pending()
         if pending is not None and "eval/main/pass_at_1" not in pending and not self._stopping:
             self.books.amend(self._evaluate())

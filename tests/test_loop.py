@@ -252,7 +252,7 @@ def test_a_broken_verifier_ends_the_run_by_name(config_of, tmp_path, enable):
     )  # fmt: skip
     with pytest.raises(RunError) as error:
         quick_run(config, tmp_path)
-    for part in ("max_consecutive_dropped_prompts = 10", "user_code:broken", "the judge is out"):
+    for part in ("max_consecutive_dropped_prompts = 10", "64 error", "user_code:broken", "the judge is out"):
         assert part in str(error.value)
 
 

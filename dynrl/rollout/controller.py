@@ -31,6 +31,8 @@ from dynrl.rollout.ledger import Dropped, Ledger, Phase
 from dynrl.rollout.schedules import Exhausted, Schedule, make_schedule
 from dynrl.types import Verdict
 
+_OF_REWARDS = ("mixed", "all_pass", "all_fail", "uniform")  # patterns that say nothing about a failed group
+
 
 @dataclass
 class ControllerState:
@@ -147,7 +149,9 @@ def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:
 def _judged(state: ControllerState, event: GroupsJudged) -> list[Command]:
     ledger, budget, longest_run = state.ledger, state.config.rollout_failure, 0
     state.verdicts.update([j.verdict for j in event.judgements])
-    state.patterns.update([j.pattern for j in event.judgements if j.verdict is not Verdict.FAILED])
+    state.patterns.update(
+        [j.pattern for j in event.judgements if j.verdict is not Verdict.FAILED or j.pattern not in _OF_REWARDS]
+    )
     ended: dict[Verdict, list[int]] = {verdict: [] for verdict in Verdict}
     for ticket, verdict, _ in event.judgements:
         ended[verdict].append(ticket)

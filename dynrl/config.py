@@ -204,7 +204,7 @@ class CheckpointConfig:
 class RunConfig:
     """A whole run. B = num_prompts_per_step, G = num_generations_per_prompt."""
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, "must lie in 0 to 2**32 - 1", lambda x: 0 <= x < 2**32] = 0
     num_steps: NonNegativeInt = 100
     num_prompts_per_step: PositiveInt = 64
     num_generations_per_prompt: PositiveInt = 8
@@ -275,4 +275,6 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value

@@ -216,6 +216,7 @@ class Loop:
             self.books.amend(self._evaluate())
         self._check_faults()
         if (step + 1) % self.config.checkpoint.every_steps == 0:
+            self._await_weights()  # the checkpoint's copy of the row is whole
             self.books.save()
         self._stopping = any_process(self._interrupted)
         return self._advance(StopRequested("interrupted")) if self._stopping else commands
@@ -270,8 +271,11 @@ class Loop:
         self._await_weights()
         if failed:
             self.books.flush()
-            notes = [f"verifier: {e}" for e in self.parts.verifiers.errors()[-3:]]
-            raise RunError("\n".join([reason, *notes, *(f"warning: {w}" for w in self.parts.warnings)]))
+            statuses = ", ".join(f"{n} {status}" for status, n in self.parts.statistics.statuses().items())
+            notes = [f"rollouts by status: {statuses or '-'}"]
+            notes += [f"verifier: {e}" for e in self.parts.verifiers.errors()[-3:]]
+            notes += [f"warning: {w}" for w in self.parts.warnings]
+            raise RunError("\n".join([reason, *notes]))
         pending = self.books.pending()
         if pending is not None and "eval/main/pass_at_1" not in pending and not self._stopping:
             self.books.amend(self._evaluate())

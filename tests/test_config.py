@@ -19,7 +19,8 @@ WRONG = [
     ({"train": {"learning_rate": float("nan")}}, r"config\.train\.learning_rate: nan must be positive"),
     ({"train": {"weight_decay": -0.1}}, r"config\.train\.weight_decay: -0\.1 must be finite and not negative"),
     ({"train": {"adam_b1": 1.0}}, r"config\.train\.adam_b1: 1\.0 must lie in \[0, 1\)"),
-    ({"seed": -1}, r"config\.seed: -1 must not be negative"),
+    ({"seed": -1}, r"config\.seed: -1 must lie in 0 to"),
+    ({"seed": 2**32}, r"config\.seed: 4294967296 must lie in 0 to"),
     ({"model": 3}, r"config\.model: expected a group of keys, got 3"),
     ({"model": {"dtype": "float16"}}, r"config\.model\.dtype: 'float16' is not one of 'float32', 'bfloat16'"),
     ({"model": {"num_heads": 4, "num_kv_heads": 3}}, r"config\.model\.num_heads: 4 is no multiple of num_kv_heads = 3"),
@@ -153,6 +154,7 @@ def test_changed_keys_are_full_names():
     new["tasks"]["source_kwargs"] = {"min_length": 3}
     assert changed_keys(old, new) == ["tasks.source_kwargs.min_length", "train.learning_rate"]
     assert changed_keys({"a": (1, 2)}, {"a": [1, 2]}) == []
+    assert changed_keys({"a": [{"b": (1, {"c": (2,)})}]}, {"a": [{"b": [1, {"c": [2]}]}]}) == []  # as JSON has it
 
 
 def test_known_keys_cover_every_field():

@@ -143,6 +143,11 @@ def test_more_steps_go_on_as_if_they_had_been_asked_for_at_first(finished, confi
     assert list(map(reproducible, whole.metrics[:5])) == list(map(reproducible, result.metrics[:5]))
 
 
+def test_the_row_that_a_checkpoint_holds_is_whole(config_of, tmp_path):
+    quick_run(config_of(num_steps=2), tmp_path)  # the last checkpoint falls due with the last step
+    check_steps(quick_run(config_of(num_steps=3), tmp_path).metrics, 3)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("loss__clip_high", 0.3), ("num_steps", 4), ("seed", 1), ("dynamic_sampling__refill", "full")],
@@ -247,7 +252,7 @@ def test_a_broken_verifier_ends_the_run_by_name(config_of, tmp_path, enable):
     )  # fmt: skip
     with pytest.raises(RunError) as error:
         quick_run(config, tmp_path)
-    for part in ("max_consecutive_dropped_prompts = 10", "user_code:broken", "the judge is out"):
+    for part in ("max_consecutive_dropped_prompts = 10", "64 error", "user_code:broken", "the judge is out"):
         assert part in str(error.value)
 
 

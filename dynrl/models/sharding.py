@@ -124,3 +124,12 @@ def any_process(flag: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))
+
+
+def common_number(number: int) -> int:
+    """The first process's number below 2**31, on every process. Every process must call it."""
+    if jax.process_count() == 1:
+        return number
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))

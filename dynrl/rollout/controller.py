@@ -31,6 +31,8 @@ from dynrl.rollout.ledger import Dropped, Ledger, Phase
 from dynrl.rollout.schedules import Exhausted, Schedule, make_schedule
 from dynrl.types import Verdict
 
+_OF_REWARDS = ("mixed", "all_pass", "all_fail", "uniform")  # patterns that say nothing about a failed group
+
 
 @dataclass
 class ControllerState:
@@ -147,7 +149,9 @@ def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:
 def _judged(state: ControllerState, event: GroupsJudged) -> list[Command]:
     ledger, budget, longest_run = state.ledger, state.config.rollout_failure, 0
     state.verdicts.update([j.verdict for j in event.judgements])
-    state.patterns.update([j.pattern for j in event.judgements])
+    state.patterns.update(
+        [j.pattern for j in event.judgements if j.verdict is not Verdict.FAILED or j.pattern not in _OF_REWARDS]
+    )
     ended: dict[Verdict, list[int]] = {verdict: [] for verdict in Verdict}
     for ticket, verdict, _ in event.judgements:
         ended[verdict].append(ticket)
@@ -239,8 +243,11 @@ def _end_of_budget(state: ControllerState, exhausted: Exhausted) -> list[Command
     have = f"step {state.step} has {len(ready)} of {state.batch_size} groups: {exhausted.why}; {_counts(state)}"
     if config.on_exhausted == "raise":
         short = "dynamic_sampling.on_exhausted = 'short' trains on what was kept; " if ready else ""
-        tasks = "easier or harder tasks, as the counts say, raise the share that is kept"
-        return _stop(state, f"{have}. {short}{exhausted.advice}; {tasks}", failed=True)
+        if state.verdicts[Verdict.FAILED] > state.verdicts[Verdict.FILTERED]:
+            cure = "most groups failed, which the filter has no part in: their rollouts died in sampler or verifier"
+        else:
+            cure = "easier or harder tasks, as the counts say, raise the share that is kept"
+        return _stop(state, f"{have}. {short}{exhausted.advice}; {cure}", failed=True)
     if ready:
         return _train(state, ready, f"short step: {have}")
     state.empty_steps += 1
@@ -259,8 +266,9 @@ def _counts(state: ControllerState) -> str:
     dropped = judged - state.verdicts[Verdict.KEPT]
     verdicts = ", ".join(f"{n} {v}" for v, n in sorted(state.verdicts.items()))
     patterns = ", ".join(f"{n} {p}" for p, n in sorted(state.patterns.items()))
+    patterns = f" ({patterns})" if patterns else ""
     rate = f"drop rate {dropped / judged:.0%}" if judged else "nothing judged"
-    return f"in this step {judged} groups were judged: {verdicts or '-'} ({patterns or '-'}), {rate}"
+    return f"in this step {judged} groups were judged: {verdicts or '-'}{patterns}, {rate}"
 
 
 def _stop(state: ControllerState, reason: str, failed: bool = False) -> list[Command]:

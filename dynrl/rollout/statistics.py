@@ -130,6 +130,11 @@ class RolloutStatistics:
         row |= {f"ledger/{name}": totals[name] for name in ("dispatched", "trained", "failed", *map(str, Phase))}
         return row
 
+    def statuses(self) -> dict[str, int]:
+        """Rollouts judged since the last `row`, by how their verification ended."""
+        row, prefix = self._sums.row(), "reward/status/"
+        return {k.removeprefix(prefix): int(v or 0) for k, v in row.items() if k.startswith(prefix)}
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
         return self._sums.state_dict()

@@ -7,6 +7,8 @@ the same run, row for row, as one that was just trained. Mesh and workdir do not
 import dataclasses
 import hashlib
 import json
+import uuid
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -131,21 +133,59 @@ def cached_warm_start(
 ) -> tuple[Params, bool]:
     """The weights of `cache_dir`, or those that `make(params)` trains, stored there for the next run.
 
+    Runs may share a cache at the same moment, and the hosts of one run need not share it: the weights are read where
+    every process has them.
+
     Returns:
       The weights, and whether they came from the cache.
+
+    Raises:
+      RuntimeError: naming the folder, when it is damaged.
     """
     if cache_dir is None:
         return make(params), False
-    with ocp.StandardCheckpointer() as checkpointer:
-        if cache_dir.exists():
-            abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-            return checkpointer.restore(cache_dir, abstract), True
-        params = make(params)
-        try:
-            checkpointer.save(cache_dir, params)
-            checkpointer.wait_until_finished()
-        except (OSError, ValueError):
-            if not cache_dir.exists():
-                raise
-            # Another run of the same warm start was done first; what it stored is the same.
+    if not sharding.any_process(not cache_dir.exists()):
+        return _read(cache_dir, params), True
+    params = make(params)
+    problem = _store(cache_dir, params)
+    if problem:
+        warnings.warn(f"the warm start is not cached in {cache_dir}: {problem}", stacklevel=2)
     return params, False
+
+
+def _read(cache_dir: epath.Path, params: Params) -> Params:
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            return checkpointer.restore(cache_dir, abstract)
+    except Exception as error:  # orbax, tensorstore and JSON each raise their own
+        raise RuntimeError(
+            f"the cached warm start {cache_dir} cannot be read: {type(error).__name__}: {error}\n"
+            "Without that folder, the same command trains it again"
+        ) from error
+
+
+def _store(cache_dir: epath.Path, params: Params) -> str:
+    """Writes beside the target and renames, so that what lies there is whole. Returns why it could not.
+
+    The folder beside it is this run's own: orbax deletes what it takes for the rest of an earlier attempt.
+    """
+    own = cache_dir.with_name(f"{cache_dir.name}.{sharding.common_number(uuid.uuid4().int % 2**31)}")
+    first, problem = jax.process_index() == 0, ""
+    if first:
+        try:  # made before orbax runs, whose threads outlive a failure by minutes
+            own.mkdir(parents=True)
+        except OSError as error:
+            problem = f"{type(error).__name__}: {error}"
+    if sharding.any_process(bool(problem)):
+        return problem
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(own / "weights", params)
+        checkpointer.wait_until_finished()
+    if first:
+        try:
+            (own / "weights").rename(cache_dir)
+        except OSError as error:  # another run of the same warm start was done first; what it stored is the same
+            problem = "" if cache_dir.exists() else f"{type(error).__name__}: {error}"
+        own.rmtree(missing_ok=True)
+    return problem

@@ -141,6 +141,13 @@ def test_error_names_counts_keys_and_advice_that_clears_it():
     assert succeeded(simulate(keep_all, **options))
 
 
+def test_failed_groups_are_not_laid_to_the_tasks():
+    reason = simulate(lambda ticket: FAILED, max_num_gen_batches=2).stop.reason
+    assert "8 groups were judged: 8 failed, drop rate 100%" in reason
+    assert "most groups failed" in reason
+    assert "easier or harder" not in reason
+
+
 def test_short_is_advised_only_where_it_would_train():
     reason = simulate(drop_all, max_num_gen_batches=2).stop.reason
     assert "step 0 has 0 of 4 groups" in reason
@@ -289,7 +296,7 @@ def test_failure_budgets(key):
     run = simulate(lambda t: FAILED, failure={key: 5}, max_num_gen_batches=0)
     assert run.stop.failed
     assert f"6 groups failed, more than rollout_failure.{key} = 5" in run.stop.reason
-    assert "6 groups were judged: 6 failed (6 all_fail), drop rate 100%" in run.stop.reason
+    assert "6 groups were judged: 6 failed, drop rate 100%" in run.stop.reason
     # A larger budget clears it: the first 10 groups fail, the others do not.
     recovers = lambda t: FAILED if t.ticket < 10 else KEPT  # noqa: E731
     assert simulate(recovers, failure={key: 5}, max_num_gen_batches=0).stop.failed

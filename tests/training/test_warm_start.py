@@ -94,6 +94,40 @@ def test_the_cache_serves_another_mesh(tiny_config, mesh1, mesh222, tmp_path):
     assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, like)
 
 
+def one_array(mesh):
+    return {"w": sharding.place(np.arange(4.0, dtype=np.float32), sharding.replicated(mesh))}
+
+
+def test_a_run_that_is_writing_the_same_entry_is_left_alone(mesh1, tmp_path):
+    theirs = tmp_path / "key.orbax-checkpoint-tmp"  # what orbax would take for the rest of an earlier attempt
+    theirs.mkdir()
+    (theirs / "half").write_text("of it")
+    _, cached = cached_warm_start(one_array(mesh1), epath.Path(tmp_path / "key"), lambda p: p)
+    assert not cached
+    assert (theirs / "half").read_text() == "of it"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["key", theirs.name]
+    got, cached = cached_warm_start(one_array(mesh1), epath.Path(tmp_path / "key"), lambda p: pytest.fail("trained"))
+    assert cached
+    np.testing.assert_array_equal(got["w"], np.arange(4.0))
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(mesh1, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match=r"file/cache/key: NotADirectoryError"):
+        got, cached = cached_warm_start(one_array(mesh1), epath.Path(tmp_path / "file/cache/key"), lambda p: p)
+    assert not cached
+    np.testing.assert_array_equal(got["w"], np.arange(4.0))
+
+
+def test_a_damaged_cache_entry_is_named(mesh1, tmp_path):
+    directory = epath.Path(tmp_path / "key")
+    cached_warm_start(one_array(mesh1), directory, lambda p: p)
+    for path in directory.iterdir():
+        path.rmtree() if path.is_dir() else path.unlink()
+    with pytest.raises(RuntimeError, match=f"{directory} cannot be read: .*\n.*trains it again"):
+        cached_warm_start(one_array(mesh1), directory, lambda p: pytest.fail("trained again"))
+
+
 def test_a_stage_without_ramp(tiny_config, mesh1):
     config = small(tiny_config, warm_start__num_steps=1, warm_start__warmup_steps=0)
     start = random_params(config, mesh1)

@@ -21,17 +21,17 @@ def get_config(arg: str = "") -> Any:
     c.num_generations_per_prompt = 8
 
     c.tasks.source = "jsonl"
-    c.tasks.source_kwargs = {
-        "path": f"{folder}/train.jsonl",
+    fields = {
         "prompt": "Question: {question}\nAnswer:",
         "answer": "answer",
         "source": "gsm8k",
         "verifier": "gsm8k",
     }
+    c.tasks.source_kwargs = {"path": f"{folder}/train.jsonl", **fields}
     c.tasks.max_prompt_tokens = 640
     c.tasks.long_prompts = "skip"
     c.evaluation.source = "jsonl"
-    c.evaluation.source_kwargs = {**c.tasks.source_kwargs.to_dict(), "path": f"{folder}/test.jsonl"}
+    c.evaluation.source_kwargs = {"path": f"{folder}/test.jsonl", **fields}
     c.evaluation.num_tasks = 128
     c.evaluation.every_steps = 20
     c.model.tokenizer = "byte"

@@ -215,7 +215,7 @@ def rl_zvp(
     mask_PGT = jnp.asarray(x.mask_PGT, bool) & live_PG[:, :, None]
     entropy_PGT = jax.lax.stop_gradient(jnp.asarray(x.entropy_PGT, jnp.float32))
     entropy_PGT = jnp.where(mask_PGT, entropy_PGT, 0)
-    highest_PG = jnp.where(mask_PGT, entropy_PGT, -jnp.inf).max(axis=2, initial=-jnp.inf)
+    highest_PG = entropy_PGT.max(axis=2, initial=0)  # entropies are not negative
     below_PGT = jnp.where(mask_PGT, entropy_PGT - highest_PG[:, :, None], 0)
     right_P, wrong_P = stats.min > 0, stats.max <= 0  # a group without live rollouts is all 0, masked out
     shaped_PGT = jnp.where(right_P[:, None, None], alpha * entropy_PGT, 0)

@@ -29,5 +29,6 @@ def soft_overlong_penalty(length: Array, *, max_tokens: int, cache_tokens: int) 
     if cache_tokens > max_tokens:
         raise ValueError(f"cache_tokens must be at most max_tokens, got {cache_tokens} and {max_tokens}")
     xp = array_namespace(length)
-    beyond = xp.clip(max_tokens - cache_tokens - xp.asarray(length), -cache_tokens, 0)
-    return beyond.astype(xp.float32) / np.float32(cache_tokens)
+    free_tokens = max_tokens - cache_tokens
+    clipped = xp.clip(xp.asarray(length), free_tokens, max_tokens).astype(xp.float32)
+    return (np.float32(free_tokens) - clipped) / np.float32(cache_tokens)

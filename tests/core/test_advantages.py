@@ -116,12 +116,24 @@ def test_huge_rewards_and_gradients_stay_finite(estimator):
     assert np.isfinite(grads).all()
 
 
+@pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_a_large_batch_of_huge_rewards(estimator):
+    # 64 groups of half 2**59 and half -2**59: mean 0, std (ddof 0) 2**59, so +-1, though the squares sum to 2**130.
+    rewards = np.where(np.arange(64) % 2, 2.0**59, -(2.0**59)).astype(np.float32)
+    got = jitted(np.broadcast_to(rewards, (64, 64)), estimator=estimator, ddof=0)
+    np.testing.assert_allclose(got, np.broadcast_to(np.sign(rewards), (64, 64)), rtol=1e-6)
+    # +-1e38 beside +-1: squares 2e76 over four, ddof 0, std 1e38 / sqrt(2); the small ones vanish, and do not grow.
+    got = jitted(np.array([[1e38, -1e38], [1, -1]], np.float32), estimator=estimator, ddof=0)
+    np.testing.assert_allclose(got, np.sqrt(2) * np.array([[1, -1], [0, 0]]), rtol=1e-5, atol=1e-30)
+
+
 @pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline", "gdpo"])
 def test_a_batch_over_an_axis_is_the_whole_batch(random_groups, estimator):
     rewards, live = (x.reshape(8, 50, 8) for x in random_groups[4])
+    rewards = np.where(abs(rewards) > 1e5, 0, rewards) + np.arange(8, dtype=np.float32)[:, None, None]  # own minima
     run = functools.partial(advantages, estimator=estimator)
     spread = jax.jit(jax.vmap(functools.partial(run, axis_name="data"), axis_name="data"))(rewards, live)
-    whole = jax.jit(run)(*random_groups[4])
+    whole = jax.jit(run)(rewards.reshape(400, 8), live.reshape(400, 8))
     np.testing.assert_allclose(spread.reshape(400, 8), whole, rtol=1e-5, atol=1e-5)
 
 

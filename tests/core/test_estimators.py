@@ -111,6 +111,14 @@ def test_gdpo(wrap):
     np.testing.assert_allclose(got, weighted / np.sqrt(22 / 7), rtol=1e-6)
 
 
+def test_gdpo_components_that_cancel_leave_no_rounding():
+    # -r and 0.3 * r are opposite after GRPO, but for their last bits; over a std of last bits they would be large.
+    first = np.random.default_rng(0).random((50, 8)).astype(np.float32)
+    rewards = np.stack([-first, np.float32(0.3) * first], axis=-1)
+    got = run(jax.jit, rewards, None, estimator="gdpo", eps=0.0)
+    np.testing.assert_array_equal(got, np.zeros((50, 8)))
+
+
 @WRAPS
 def test_rl_zvp(wrap):
     # Group 1 has signal: +-1/sqrt(2). Group 2 is all right: alpha * H. Group 3 is all wrong: alpha * (H - max H), the

@@ -28,6 +28,8 @@ def test_by_hand():
 def test_the_whole_length_may_be_the_cache():
     got = soft_overlong_penalty(np.arange(6), max_tokens=4, cache_tokens=4)
     np.testing.assert_array_equal(got, [0, -0.25, -0.5, -0.75, -1, -1])
+    unsigned = soft_overlong_penalty(np.arange(6, dtype=np.uint32), max_tokens=4, cache_tokens=4)
+    np.testing.assert_array_equal(unsigned, got)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import logging
 import re
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
-from dynrl.tasks.extraction import MAX_TAIL_CHARS, last_boxed, plain_number, tagged
+from dynrl.tasks.extraction import last_boxed, plain_number, tagged
 from dynrl.tasks.rewards import Unparsable
 from dynrl.types import Reward, Task
 
@@ -21,6 +22,9 @@ except ImportError as error:
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every start that its clocks are off
 
+MAX_ANSWER_CHARS = 2_000
+MAX_DEPTH = 40  # of brackets and braces; the parser takes time that grows with it much faster than the text
+
 # What follows a number that math-verify takes for another: it reads 1e3 as 1, and 50% as equal to 50.
 _MISREAD = r"(?:[eE][+-]?[0-9]|\s?\\?%)"
 
@@ -29,7 +33,7 @@ def math_verify(task: Task, text: str) -> Reward:
     r"""1 when the completion's answer is equivalent to the reference.
 
     The answer is what stands in the last `\boxed{...}`, or in the last `<answer>...</answer>`, or else what math-verify
-    finds in the last 20,000 characters. An answer in LaTeX needs a box or dollar signs.
+    finds in the last 2,000 characters. An answer in LaTeX needs a box or dollar signs.
 
     Where the reference is a plain number (`1,234`, `-0.5`, `1e3`) and the answer is one too, both are compared exactly
     and nothing else is asked: `1.0000001` is not 1. Nor is an answer right whose number goes on in exponent notation
@@ -37,7 +41,7 @@ def math_verify(task: Task, text: str) -> Reward:
     which compares floats to six decimals.
 
     Raises:
-      Unparsable: there is no answer that math-verify can read.
+      Unparsable: there is no answer that math-verify can read, or it is too long or nested too deeply to try.
       ValueError: the task's answer is one that it cannot read.
     """
     boxed = last_boxed(text)
@@ -47,7 +51,9 @@ def math_verify(task: Task, text: str) -> Reward:
         return Reward(float(given == reference))
     if not (expected := _expression(task.answer)):
         raise ValueError(f"task {task.task_id}: math-verify cannot read the answer {task.answer[:80]!r}")
-    searched = text[-MAX_TAIL_CHARS:] if answer is None else answer
+    searched = text[-MAX_ANSWER_CHARS:] if answer is None else answer
+    if len(searched) > MAX_ANSWER_CHARS or _depth(searched) > MAX_DEPTH:
+        raise Unparsable(f"longer than {MAX_ANSWER_CHARS} characters, or nested deeper than {MAX_DEPTH}")
     if not (found := _parsed(searched if answer is None else _boxed(answer))):
         raise Unparsable(f"math-verify finds no answer in {text[-80:]!r}")
     equal = verify(expected, found, timeout_seconds=None)
@@ -56,6 +62,11 @@ def math_verify(task: Task, text: str) -> Reward:
 
 def _number(answer: str) -> Fraction | None:
     return plain_number(answer.strip().strip("$").replace("\\!", "").replace("{,}", ","))
+
+
+def _depth(text: str) -> int:
+    steps = [1 if character in "([{" else -1 for character in text if character in "([{)]}"]
+    return max(accumulate(steps), default=0)
 
 
 def _is_misread(read: str, text: str) -> bool:

@@ -20,8 +20,9 @@ class ReasoningGym:
     32 bits only, and gets a hash of them.) The few generators that read global random state are given their own.
 
     The verifier `reasoning_gym` scores with the package's own scorer, also where the package knows no answer: the
-    answers of boxnet, graph_color, propositional_logic, rubiks_cube and rush_hour are empty. isomorphic_strings,
-    knight_swap, polynomial_multiplication, ransom_note and word_ladder need PYTHONHASHSEED to be set.
+    answers of boxnet, graph_color, propositional_logic, rubiks_cube and rush_hour are empty. codeio,
+    isomorphic_strings, knight_swap, polynomial_multiplication, ransom_note and word_ladder need PYTHONHASHSEED to be
+    set.
 
     Args:
       generator: the generator's name.

@@ -35,7 +35,7 @@ Difficulty = int | Mapping[str, int] | None
 GENERATORS = frozenset(DATASETS) - {"composite"}  # that one mixes others, which is the source `mixture`'s business
 # Draw from sets of strings, whose order changes with every start of Python unless PYTHONHASHSEED is set.
 HASH_ORDERED = frozenset(
-    {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+    {"codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 )
 _TABLE_SIZES = {"acre": 5, "gsm_symbolic": 1, "list_functions": 1}  # draw in their constructor, for this many items
 _SEED_BITS = {"pool_matrix": 32}  # seeds NumPy's global generator
@@ -142,7 +142,8 @@ def make_entry(generator: str, dataset: ProceduralDataset, number: int) -> dict[
     if generator in _TABLE_SIZES:
         config = dataclasses.replace(dataset.config, seed=number)
         return _quietly(type(dataset)(config=config), number)
-    dataset.seed, dataset.size = number, 1
+    dataset.seed = dataset.config.seed = number  # survo reads the one, the others the other
+    dataset.size = 1  # word_ladder lowers it where it finds no item
     return _quietly(dataset, number)
 
 

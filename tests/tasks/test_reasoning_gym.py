@@ -61,6 +61,7 @@ def test_every_generator_gives_tasks_whose_answers_score_1():
         num_tasks = 1 if generator in LEVEL_OF_SLOW else 3
         tasks = [source.task(7, index) for index in range(num_tasks)]
         assert [source.task(7, 0)] == tasks[:1], generator  # pure, also after other draws
+        assert num_tasks == 1 or len({task.prompt for task in tasks}) > 1, generator
         for task in tasks:
             assert (task.source, task.task_id) == (f"reasoning_gym/{generator}", -1)
             assert json.loads(json.dumps(dict(task.metadata))) == task.metadata
@@ -146,7 +147,9 @@ def test_generators_that_depend_on_the_hash_seed_say_so(monkeypatch):
             source_of(generator)
 
 
-@pytest.mark.parametrize("generator", ["gcd", "acre", "list_functions", "gsm_symbolic", "pool_matrix", "chain_sum"])
+@pytest.mark.parametrize(
+    "generator", ["gcd", "acre", "list_functions", "gsm_symbolic", "pool_matrix", "chain_sum", "survo"]
+)
 def test_seeds_share_nothing_but_true_duplicates(generator):
     """reasoning-gym's own seeds 0 and 1 share 99 of 100 items."""
     source = source_of(generator)

@@ -136,13 +136,13 @@ def update(
     Returns:
       The new state, and (metric sums, 1 where the gradient was non-finite).
     """
-    real = part.batch.real_B.sum()
     num = config.train.num_minibatches
     mini = cut(part, num, index, shards) if num > 1 else part
     grads, weight, sums = _gradients(state.params, mini, config, on_policy, shards)
     denominator = weight
     if config.loss.short_step_scale == "nominal":
-        denominator = weight * part.batch.real_B.shape[0] / jnp.maximum(real, 1)
+        real_b = mini.batch.real_B  # the minibatch's own: its rows may be fewer than another's
+        denominator = weight * real_b.shape[0] / jnp.maximum(real_b.sum(), 1)
     grads = jax.tree.map(lambda g: safe_divide(g, denominator), grads)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)

@@ -316,6 +316,19 @@ def test_filler_rows_change_nothing(mesh1):
     np.testing.assert_allclose(norms[0], norms[1] / 2, rtol=1e-5)
 
 
+def test_nominal_denominators_are_those_of_the_minibatch(mesh1):
+    # Of two minibatches of 4 rows the second has one real group: 1/4 of its mean's gradient, and all of the first's.
+    still = {"train__num_minibatches": 2, "train__learning_rate": 1e-9}
+
+    def norm(num_real, **scale):  # the mean over the updates that had a row
+        return run(mesh1, [make_batch(0, num_real=num_real)], **still, **scale)[1][0]["train_step/grad_norm"]
+
+    first = norm(4)
+    second = 2 * norm(5) - first
+    nominal = norm(5, loss__short_step_scale="nominal")
+    np.testing.assert_allclose(nominal, (first + second / 4) / 2, rtol=1e-5)
+
+
 def test_dead_rollouts_train_nothing_and_count_nowhere(mesh1):
     batch = make_batch(0)
     where = (1, 2)

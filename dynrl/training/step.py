@@ -124,6 +124,17 @@ def prepare(params: Params, batch: TrainBatch, config: RunConfig, on_policy: boo
     return Part(batch, advantages_BG, mask_BGT, old_BGT), metrics
 
 
+def _moved_where(apply: Array, step: Array, moved: TrainState, state: TrainState) -> TrainState:
+    """The moved state where an update applies. Schedules count on wherever there is a step: they count steps."""
+
+    def one(new: Any, old: Any) -> Any:
+        if isinstance(new, optax.ScaleByScheduleState):
+            return optax.ScaleByScheduleState(jnp.where(step, new.count, old.count))
+        return jnp.where(apply, new, old)
+
+    return jax.tree.map(one, moved, state, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState))
+
+
 def update(
     state: TrainState, part: Part, index: Array, config: RunConfig, optimizer: optax.GradientTransformation,
     on_policy: bool, shards: int,
@@ -131,7 +142,7 @@ def update(
     """One optimizer update on minibatch `index` of the batch.
 
     A minibatch without a trained token makes no update: Adam's moments and weight decay would still move the
-    weights. Nor does one with a non-finite gradient.
+    weights. Nor does one with a non-finite gradient. The learning rate's schedule goes on all the same.
 
     Returns:
       The new state, and (metric sums, 1 where the gradient was non-finite).
@@ -149,7 +160,7 @@ def update(
     apply = finite & (weight > 0)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     moved = TrainState(optax.apply_updates(state.params, updates), opt_state, state.updates + 1)
-    state = jax.tree.map(lambda new, old: jnp.where(apply, new, old), moved, state)
+    state = _moved_where(apply, part.batch.real_B.any(), moved, state)
     sums["grad_norm"] = (norm, (weight > 0).astype(norm.dtype))
     return state, (sums, (~finite).astype(jnp.int32))
 

@@ -9,6 +9,7 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dynrl.compile_counter import CompileCounter
@@ -374,8 +375,25 @@ def test_a_non_finite_gradient_is_skipped_and_counted(overrides, count, mesh1):
     state, metrics = run(mesh1, [make_batch(0)], params, **overrides)
     assert_bitwise(state.params, params)
     assert state.updates == 0
-    assert all(not np.any(x) for x in jax.tree.leaves(state.opt_state))
+    assert all(not np.any(x) for x in jax.tree.leaves(without_schedule(state.opt_state)))
     assert metrics[0]["train_step/nonfinite"] == count
+
+
+def is_schedule(x):
+    return isinstance(x, optax.ScaleByScheduleState)
+
+
+def without_schedule(opt_state):
+    return jax.tree.map(lambda x: None if is_schedule(x) else x, opt_state, is_leaf=is_schedule)
+
+
+def test_schedules_count_steps_whatever_updates_are_skipped(mesh1):
+    # Two minibatches of 4 rows: a batch of 3 groups leaves the second without a row.
+    batches = [make_batch(0, num_real=3), make_batch(1), make_batch(2, num_real=0)]
+    state, _ = run(mesh1, batches, train__num_minibatches=2)
+    assert state.updates == 1 + 2
+    (schedule,) = filter(is_schedule, jax.tree.leaves(state.opt_state, is_leaf=is_schedule))
+    assert schedule.count == 2 * 2  # the learning rate is the step's own again
 
 
 def test_metrics_of_a_step_are_token_means_over_its_updates(mesh1):

@@ -313,6 +313,19 @@ def test_surplus_is_carried_with_its_age_and_log_probs(config_of, tmp_path):
     assert dropped.metrics[-1]["ledger/dropped/surplus"] > 0
 
 
+def test_the_surplus_of_a_selector_that_speaks_numpy_is_in_the_checkpoint(config_of, tmp_path):
+    selector = {"tasks__selector": "user_code:NumpySelector", "dynamic_sampling__oversample": 1.5}
+    assert quick_run(config_of(num_steps=2, **selector), tmp_path).metrics[-1]["ledger/ready"] > 0
+    check_steps(quick_run(config_of(num_steps=3, **selector), tmp_path).metrics, 3)
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_workdir_that_cannot_be_written_is_named(config_of, tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=f"the workdir {tmp_path / name} cannot be written"):
+        quick_run(config_of(), tmp_path / name)
+
+
 def test_a_callback_gets_every_row_and_its_end(config_of, tmp_path):
     class Writer:
         def __init__(self):

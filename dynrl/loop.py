@@ -82,12 +82,12 @@ def run(
 
     Raises:
       ConfigError: naming the key, for a configuration that cannot work or differs from the one being resumed.
-      RunError: when a budget is used up.
+      RunError: when a budget is used up, or the workdir cannot be written.
     """
     config = config if isinstance(config, RunConfig) else from_mapping(config)
     parts = build_parts(config)
     try:
-        loop = Loop(parts, epath.Path(workdir).expanduser().resolve(), callbacks)
+        loop = Loop(parts, make_workdir(workdir), callbacks)
         try:
             with loop.stop_on_interrupt():
                 return loop.result(loop.train())
@@ -95,6 +95,19 @@ def run(
             loop.books.close()
     finally:
         parts.close()
+
+
+def make_workdir(workdir: str) -> epath.Path:
+    """The folder, made where it is missing. Raises RunError when nothing can be written there."""
+    path = epath.Path(workdir).expanduser().resolve()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".probe-{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise RunError(f"the workdir {path} cannot be written: {error}") from error
+    return path
 
 
 class Loop:
@@ -180,7 +193,7 @@ class Loop:
 
     def _draw(self, num: int) -> TasksDrawn:
         """Tasks -> selector."""
-        ids = self.parts.selector.draw(num, self.parts.store)
+        ids = [int(i) for i in self.parts.selector.draw(num, self.parts.store)]  # a selector's own may be NumPy's
         return TasksDrawn(tuple(zip(ids, self.parts.visits.next_visits(ids), strict=True)), num)
 
     def _produce(self) -> list[Command]:
@@ -205,7 +218,8 @@ class Loop:
         self._training_since = time.perf_counter()
         parts.state, metrics = parts.train_step(parts.state, parts.buffer.take(tickets))
         parts.buffer.free(tickets)
-        version += self.config.train.num_epochs * self.config.train.num_minibatches
+        self.books.flush()  # while the step runs
+        version = int(parts.state.updates)  # waits: a minibatch without a row or a finite gradient makes no update
         parts.sampler.update_weights(parts.state.params, version)
         commands = self._advance(StepTrained(version))
         row = parts.statistics.row(self.controller.ledger.totals(), num_rounds, surplus)
@@ -258,8 +272,9 @@ class Loop:
         """What must not happen quietly: programs compiled after warm-up, gradients that are not finite."""
         compiles, limit = self.parts.compiles, self.config.train.max_nonfinite_updates
         self.books.amend({"run/recompiles": compiles.count})
-        if compiles.count and self.config.fail_on_recompile:
-            raise RunError(f"{compiles.count} programs compiled after warm-up: {', '.join(compiles.names)}")
+        if self.config.fail_on_recompile and any_process(compiles.count > 0):
+            names = ", ".join(compiles.names) or "on another process"
+            raise RunError(f"{compiles.count} programs compiled after warm-up: {names}")
         if self.books.nonfinite_updates > limit:
             raise RunError(
                 f"{self.books.nonfinite_updates} updates had a non-finite gradient and were skipped, more than "

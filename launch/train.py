@@ -32,6 +32,9 @@ def main(argv: list[str]) -> None:
         dynrl.run(_CONFIG.value, _WORKDIR.value)
     except (ConfigError, RunError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the newest checkpoint, if there is one", file=sys.stderr)
+        sys.exit(130)
 
 
 def parse_flags(argv: list[str]) -> list[str]:

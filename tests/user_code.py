@@ -1,4 +1,4 @@
-"""User code that the end-to-end runs are configured with: verifiers and a filter.
+"""User code that the end-to-end runs are configured with: verifiers, a filter and a selector.
 
 The verifiers judge by a hash of prompt and completion. So a random policy has groups of every kind at once, and no
 test depends on what a policy learns. Verifier workers import this module, which must be light.
@@ -35,3 +35,25 @@ def in_bursts(stats, rewards_PG, live_PG):
     third = jnp.arange(stats.count.shape[0]) % 3 == 0
     signal = stats.max > stats.min
     return jnp.where(total % 4 == 0, False, jnp.where(total % 4 == 1, third & signal, signal))
+
+
+class NumpySelector:
+    """Draws ids that are NumPy's, not Python's."""
+
+    def __init__(self, seed):
+        self.seed, self.num_draws = seed, 0
+
+    def draw(self, n, store):
+        import numpy as np
+
+        self.num_draws += 1
+        return np.random.default_rng([self.seed, self.num_draws]).choice(len(store), n)
+
+    def observe(self, outcome):
+        pass
+
+    def state_dict(self):
+        return {"num_draws": self.num_draws}
+
+    def load_state_dict(self, state):
+        self.num_draws = state["num_draws"]

@@ -167,6 +167,17 @@ def prepare(state: TrainState, batch: TrainBatch, config: RunConfig, on_policy: 
     return Part(batch, advantages_BG, mask_BGT, old_BGT, ref_BGT), metrics
 
 
+def _moved_where(apply: Array, step: Array, moved: TrainState, state: TrainState) -> TrainState:
+    """The moved state where an update applies. Schedules count on wherever there is a step: they count steps."""
+
+    def one(new: Any, old: Any) -> Any:
+        if isinstance(new, optax.ScaleByScheduleState):
+            return optax.ScaleByScheduleState(jnp.where(step, new.count, old.count))
+        return jnp.where(apply, new, old)
+
+    return jax.tree.map(one, moved, state, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState))
+
+
 def update(
     state: TrainState, part: Part, index: Array, config: RunConfig, optimizer: optax.GradientTransformation,
     shards: int,
@@ -174,25 +185,25 @@ def update(
     """One optimizer update on minibatch `index` of the batch.
 
     A minibatch without a trained token makes no update: Adam's moments and weight decay would still move the
-    weights. Nor does one with a non-finite gradient.
+    weights. Nor does one with a non-finite gradient. The learning rate's schedule goes on all the same.
 
     Returns:
       The new state, and (metric sums, 1 where the gradient was non-finite).
     """
-    real = part.batch.real_B.sum()
     num = config.train.num_minibatches
     mini = cut(part, num, index, shards) if num > 1 else part
     grads, weight, sums = _gradients(state.params, mini, config, shards)
     denominator = weight
     if config.loss.short_step_scale == "nominal":
-        denominator = weight * part.batch.real_B.shape[0] / jnp.maximum(real, 1)
+        real_b = mini.batch.real_B  # the minibatch's own: its rows may be fewer than another's
+        denominator = weight * real_b.shape[0] / jnp.maximum(real_b.sum(), 1)
     grads = jax.tree.map(lambda g: safe_divide(g, denominator), grads)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     apply = finite & (weight > 0)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     moved = TrainState(optax.apply_updates(state.params, updates), opt_state, state.updates + 1, state.reference)
-    state = jax.tree.map(lambda new, old: jnp.where(apply, new, old), moved, state)
+    state = _moved_where(apply, part.batch.real_B.any(), moved, state)
     sums["grad_norm"] = (norm, (weight > 0).astype(norm.dtype))
     return state, (sums, (~finite).astype(jnp.int32))
 

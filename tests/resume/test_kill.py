@@ -50,13 +50,13 @@ class Run:
 
     def wait_for_steps(self, num: int) -> None:
         """Returns when so many rows were made in this life, or the process has ended."""
-        self._wait(lambda: self.steps_shown() >= num)
+        self.wait(lambda: self.steps_shown() >= num)
 
     def end(self) -> int:
-        self._wait(lambda: False)
+        self.wait(lambda: False)
         return self.process.wait()
 
-    def _wait(self, reached) -> None:
+    def wait(self, reached) -> None:
         deadline = time.monotonic() + DEADLINE_SECS
         while self.process.poll() is None and not reached():
             if time.monotonic() > deadline:
@@ -164,6 +164,22 @@ def test_ctrl_c_ends_at_a_step_with_a_checkpoint_and_the_run_goes_on(place):
     run = start(place, "interrupted", 1)
     assert run.end() == 0, run.log.read_text()
     check_same(place, "interrupted")
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_the_first_step_ends_quietly(place):
+    run = start(place, "early")
+    try:
+        run.wait(lambda: "evaluation tasks" in run.log.read_text())
+        os.killpg(run.process.pid, signal.SIGINT)
+        status = run.end()
+    finally:
+        run.kill() if run.process.poll() is None else None
+    text = run.log.read_text()
+    assert status == 130, text
+    assert "interrupted" in text
+    assert "Traceback" not in text
+    assert finished_steps(place / "early") == []
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dynrl.compile_counter import CompileCounter
@@ -347,6 +348,19 @@ def test_filler_rows_change_nothing(mesh1):
     np.testing.assert_allclose(norms[0], norms[1] / 2, rtol=1e-5)
 
 
+def test_nominal_denominators_are_those_of_the_minibatch(mesh1):
+    # Of two minibatches of 4 rows the second has one real group: 1/4 of its mean's gradient, and all of the first's.
+    still = {"train__num_minibatches": 2, "train__learning_rate": 1e-9}
+
+    def norm(num_real, **scale):  # the mean over the updates that had a row
+        return run(mesh1, [make_batch(0, num_real=num_real)], **still, **scale)[1][0]["train_step/grad_norm"]
+
+    first = norm(4)
+    second = 2 * norm(5) - first
+    nominal = norm(5, loss__short_step_scale="nominal")
+    np.testing.assert_allclose(nominal, (first + second / 4) / 2, rtol=1e-5)
+
+
 def test_dead_rollouts_train_nothing_and_count_nowhere(mesh1):
     batch = make_batch(0)
     where = (1, 2)
@@ -392,8 +406,25 @@ def test_a_non_finite_gradient_is_skipped_and_counted(overrides, count, mesh1):
     state, metrics = run(mesh1, [make_batch(0)], params, **overrides)
     assert_bitwise(state.params, params)
     assert state.updates == 0
-    assert all(not np.any(x) for x in jax.tree.leaves(state.opt_state))
+    assert all(not np.any(x) for x in jax.tree.leaves(without_schedule(state.opt_state)))
     assert metrics[0]["train_step/nonfinite"] == count
+
+
+def is_schedule(x):
+    return isinstance(x, optax.ScaleByScheduleState)
+
+
+def without_schedule(opt_state):
+    return jax.tree.map(lambda x: None if is_schedule(x) else x, opt_state, is_leaf=is_schedule)
+
+
+def test_schedules_count_steps_whatever_updates_are_skipped(mesh1):
+    # Two minibatches of 4 rows: a batch of 3 groups leaves the second without a row.
+    batches = [make_batch(0, num_real=3), make_batch(1), make_batch(2, num_real=0)]
+    state, _ = run(mesh1, batches, train__num_minibatches=2)
+    assert state.updates == 1 + 2
+    (schedule,) = filter(is_schedule, jax.tree.leaves(state.opt_state, is_leaf=is_schedule))
+    assert schedule.count == 2 * 2  # the learning rate is the step's own again
 
 
 def test_metrics_of_a_step_are_token_means_over_its_updates(mesh1):

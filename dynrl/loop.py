@@ -218,8 +218,7 @@ class Loop:
         self._training_since = time.perf_counter()
         parts.state, metrics = parts.train_step(parts.state, parts.buffer.take(tickets))
         parts.buffer.free(tickets)
-        self.books.flush()  # while the step runs
-        version = int(parts.state.updates)  # waits: a minibatch without a row or a finite gradient makes no update
+        version += self.config.train.num_epochs * self.config.train.num_minibatches
         parts.sampler.update_weights(parts.state.params, version)
         commands = self._advance(StepTrained(version))
         row = parts.statistics.row(self.controller.ledger.totals(), num_rounds, surplus)

@@ -279,6 +279,23 @@ def test_minibatches_and_epochs_are_updates_and_microbatches_are_not(config_of, 
         assert parts.metrics[1][key] == pytest.approx(whole.metrics[1][key], rel=1e-4, abs=1e-6)
 
 
+def test_the_version_counts_every_update_of_a_step_also_those_that_were_skipped(config_of, tmp_path):
+    config = config_of(
+        num_steps=3, train__num_minibatches=4, reward__verifier="user_code:rare",
+        dynamic_sampling__max_num_gen_batches=1, dynamic_sampling__on_exhausted="short",
+    )  # fmt: skip
+    seen = {}
+
+    def noting(config):
+        seen["parts"] = quick_build(config)
+        return seen["parts"]
+
+    rows = quick_run(config, tmp_path, build_parts=noting).metrics
+    assert min(r["train_batch/groups"] for r in rows[1:]) <= 6  # the last of four minibatches of two rows is empty
+    assert [r["run/version"] for r in rows] == [0, 4, 8, 12]
+    assert int(seen["parts"].state.updates) == 12
+
+
 def test_surplus_is_carried_with_its_age_and_log_probs(config_of, tmp_path):
     config = config_of(
         num_steps=6, dynamic_sampling__oversample=1.5, dynamic_sampling__refill="full", train__learning_rate=0.01

@@ -14,7 +14,11 @@ from dynrl.types import Array
 
 
 class TrainState(NamedTuple):
-    """What an update changes. `updates` counts the optimizer updates that the weights have seen (their version)."""
+    """What an update changes.
+
+    `updates` is the weights' version: the optimizer updates that they have seen. One that was skipped, for want of a
+    row or of a finite gradient, counts too, so that the host knows the version without waiting for the device.
+    """
 
     params: Params
     opt_state: Any

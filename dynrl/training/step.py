@@ -202,8 +202,9 @@ def update(
     finite = jnp.isfinite(norm)
     apply = finite & (weight > 0)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    moved = TrainState(optax.apply_updates(state.params, updates), opt_state, state.updates + 1, state.reference)
-    state = _moved_where(apply, part.batch.real_B.any(), moved, state)
+    step = part.batch.real_B.any()
+    moved = state._replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+    state = _moved_where(apply, step, moved, state)._replace(updates=state.updates + step)
     sums["grad_norm"] = (norm, (weight > 0).astype(norm.dtype))
     return state, (sums, (~finite).astype(jnp.int32))
 

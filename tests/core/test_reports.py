@@ -1,4 +1,4 @@
-"""Faults that users reported of other systems (FIELD.md, "Reports from users"), as far as pure functions can have them.
+"""Faults that users reported of other systems, as far as pure functions can have them; docstrings name the reports.
 
 Each test shows the fault in a few lines of naive code, and that it is not here. Nearby: that equal and nearly equal
 rewards give exactly 0 under every estimator is in test_advantages.py, dead rollouts in test_group_stats.py.
@@ -31,7 +31,8 @@ def kept(rewards, live=None):
     return SIGNAL(group_stats(rewards, live), rewards, live).tolist()
 
 
-def test_report_1_leave_one_out_std_drops_single_rollouts_of_a_mixed_group():
+def test_report_leave_one_out_std_drops_single_rollouts_of_a_mixed_group():
+    """NeMo-RL#3469."""
     rewards = np.array([[1, 0, 0, 0]], np.float32)
     others_std = [np.delete(rewards[0], i).std() for i in range(4)]
     assert others_std[0] == 0  # the naive test per rollout drops the one that was right
@@ -41,7 +42,8 @@ def test_report_1_leave_one_out_std_drops_single_rollouts_of_a_mixed_group():
         assert np.all(advantages_of(rewards, estimator=estimator) != 0)
 
 
-def test_report_2_float_residue_of_equal_rewards_passes_std_above_0():
+def test_report_float_residue_of_equal_rewards_passes_std_above_0():
+    """NeMo-RL#4161, atropos#481."""
     rewards = np.full((1, 8), 0.1, np.float32)
     mean = functools.reduce(np.add, rewards[0]) / np.float32(8)  # rounds at every step
     std = np.sqrt(((rewards - mean) ** 2).sum() / 7)
@@ -51,7 +53,8 @@ def test_report_2_float_residue_of_equal_rewards_passes_std_above_0():
     np.testing.assert_array_equal(advantages_of(rewards, eps=0.0), np.zeros((1, 8)))
 
 
-def test_report_3_masked_rollouts_and_judge_noise_defeat_an_exact_test():
+def test_report_masked_rollouts_and_judge_noise_defeat_an_exact_test():
+    """SkyRL#1801."""
     noisy = np.array([[0.8, 0.8 + 5e-7, 0.8, 0.1], [0.8, 0.8, 0.8, np.nan]], np.float32)
     live = np.array([[True, True, True, False], [True] * 4])
     assert not np.any(noisy.max(axis=1) == noisy.min(axis=1))  # so an exact test keeps both
@@ -59,7 +62,8 @@ def test_report_3_masked_rollouts_and_judge_noise_defeat_an_exact_test():
     np.testing.assert_array_equal(advantages_of(noisy, live), np.zeros((2, 4)))
 
 
-def test_report_4_constant_partial_credit_passes_a_filter_on_the_mean():
+def test_report_constant_partial_credit_passes_a_filter_on_the_mean():
+    """OpenRLHF#1270."""
     rewards = np.full((1, 4), 0.5, np.float32)
     assert 0 < rewards.mean() < 1
     assert kept(rewards) == [False]
@@ -67,7 +71,8 @@ def test_report_4_constant_partial_credit_passes_a_filter_on_the_mean():
     assert band(group_stats(rewards), rewards).tolist() == [False]
 
 
-def test_report_5_a_filter_on_the_shaped_reward_keeps_all_wrong_groups():
+def test_report_a_filter_on_the_shaped_reward_keeps_all_wrong_groups():
+    """NeMo-RL#2431, verl-recipe#125."""
     raw = np.array([[0, 0, 0, 0], [1, 0, 0, 0]], np.float32)
     length = np.array([[5, 18, 19, 20], [5, 6, 7, 20]])
     shaped = raw + soft_overlong_penalty(length, max_tokens=20, cache_tokens=4)
@@ -75,7 +80,8 @@ def test_report_5_a_filter_on_the_shaped_reward_keeps_all_wrong_groups():
     assert kept(raw) == [False, True]
 
 
-def test_report_6_kl_and_entropy_terms_act_on_rows_without_signal():
+def test_report_kl_and_entropy_terms_act_on_rows_without_signal():
+    """trl#7068."""
     rewards = np.array([[1, 0], [1, 1]], np.float32)
     advantages = advantages_of(rewards).reshape(-1)
     signal_N = np.repeat(has_signal(group_stats(rewards)), 2)
@@ -95,7 +101,8 @@ def test_report_6_kl_and_entropy_terms_act_on_rows_without_signal():
         np.testing.assert_array_equal(grad[2:], np.zeros((2, 3)))
 
 
-def test_report_15_truncation_masked_before_the_group_statistics_misaligns_rows():
+def test_report_truncation_masked_before_the_group_statistics_misaligns_rows():
+    """open-instruct#1794."""
     rewards, truncated = np.array([[1, 0, 0, 1]], np.float32), np.array([[False, False, True, False]])
     advantages = advantages_of(rewards, estimator="dr_grpo")
     np.testing.assert_array_equal(advantages, [[0.5, -0.5, -0.5, 0.5]])  # the baseline sees the truncated one
@@ -107,8 +114,8 @@ def test_report_15_truncation_masked_before_the_group_statistics_misaligns_rows(
     np.testing.assert_allclose(grad, [[-0.5] * 2, [0.5] * 2, [0] * 2, [-0.5] * 2])
 
 
-def test_report_20_packed_loss_normalised_wrongly():
-    """Rows of 1 and 5 tokens in two microbatches: sums and counts give the batch's mean, means of means do not."""
+def test_report_packed_loss_normalised_wrongly():
+    """tunix#1662. Rows of 1 and 5 tokens in two microbatches: sums and counts give the batch's mean."""
     logp, advantages = jnp.zeros((2, 5)), jnp.array([1.0, -2.0])
     mask = jnp.array([[True, False, False, False, False], [True] * 5])
     for options in ({}, {"aggregation": "sequence_mean"}, {"aggregation": "constant", "constant_length": 5}):
@@ -127,8 +134,8 @@ def test_report_20_packed_loss_normalised_wrongly():
     np.testing.assert_allclose(loss / weight, 1.5)
 
 
-def test_report_24_a_sampler_with_another_support_biases_no_clip_and_shows():
-    """Probabilities .6, .3, .1 with top-p .9: the sampler's log-probs are those of 2/3 and 1/3."""
+def test_report_a_sampler_with_another_support_biases_no_clip_and_shows():
+    """trl#7269. Probabilities .6, .3, .1 with top-p .9: the sampler's log-probs are those of 2/3 and 1/3."""
     unembed = jnp.log(jnp.array([[0.6, 0.3, 0.1]]))
     targets = jnp.array([[0, 1]])
     logp, _ = token_logprobs(jnp.ones((1, 2, 1)), unembed, targets)

@@ -74,6 +74,7 @@ def test_every_group_kept_is_one_round_per_step():
 
 
 def test_rounds_refill_the_deficit_until_the_step_is_full():
+    """Rounds and steps are different counters (verl#991)."""
     # Even tickets are dropped: 4 -> 2 kept, 2 -> 1, 1 (ticket 6) -> 0, 1 (ticket 7) -> 1.
     run = simulate(every(2), num_steps=1)
     assert draws(run) == [4, 2, 1, 1]
@@ -83,7 +84,10 @@ def test_rounds_refill_the_deficit_until_the_step_is_full():
 
 @pytest.mark.parametrize(("cap", "steps"), [(0, 1), (4, 1), (10, 1), (3, 0), (2, 0), (1, 0)])
 def test_cap_on_rounds_trains_when_the_last_allowed_round_fills_the_step(cap, steps):
-    """The step of the test above needs 4 rounds: a cap of exactly 4 trains it, one of 3 does not."""
+    """A cap that kills a run is a choice (DAPO#22).
+
+    The step of the test above needs 4 rounds: a cap of exactly 4 trains it, one of 3 does not.
+    """
     run = simulate(every(2), num_steps=1, max_num_gen_batches=cap)
     assert len(run.trains) == steps
     assert run.stop.failed == (steps == 0)
@@ -261,6 +265,7 @@ def test_end_of_data(on_data_end, expected):
 
 @pytest.mark.parametrize("on_data_end", ["short", "stop"])
 def test_data_that_ends_with_nothing_ready_is_no_fault_of_the_filter(on_data_end):
+    """An iterator that ended once hung the run (NeMo-RL#2899)."""
     run = simulate(drop_all, num_tasks=6, on_data_end=on_data_end)
     assert (run.trains, run.stop.failed) == ([], False)
     assert run.stop.reason == "the data ended after 0 of 3 steps; of 6 groups 6 carried no signal (100%)"

@@ -223,7 +223,7 @@ def test_off_ignores_the_filter_and_its_arguments():
 
 
 def test_the_filter_sees_the_raw_metric_and_the_advantages_the_shaped_one():
-    """FIELD report 5: a penalty for length gives all-wrong groups a spread, and must not let them pass.
+    """verl-recipe#125: a penalty for length gives all-wrong groups a spread, and must not let them pass.
 
     The third group has signal, but its one right rollout loses all of it to the penalty: nothing is left to learn.
     """

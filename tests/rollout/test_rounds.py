@@ -321,7 +321,7 @@ def test_several_rewards_travel_to_the_batch(mesh1):
 
 
 def test_a_penalty_for_length_decides_what_there_is_to_learn_but_not_the_filter(mesh1, parts):
-    """FIELD report 5. The all-wrong group gets a spread from the penalty; the mixed one loses its signal to it."""
+    """NeMo-RL#2431. The all-wrong group gets a spread from the penalty; the mixed one loses its signal to it."""
     run = config(loss={"overlong": "penalty", "overlong_cache_tokens": 3})
     texts = {5: ("0", "1234"), 6: ("0", "0006"), 7: ("7", "0")}
     verifiers = ScriptedVerifiers()

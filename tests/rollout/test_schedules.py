@@ -66,6 +66,7 @@ def test_nothing_is_decided_while_a_round_is_under_way(phase):
 
 
 def test_select_takes_the_oldest_in_dispatch_order():
+    """Taking the first that finish prefers short answers (tinker-cookbook#822)."""
     view = View().add(1, Phase.READY).add(5, Phase.IN_FLIGHT)
     for number in (5, 4, 3, 2, 1):  # the last one finished first
         view.ledger.move([number], Phase.READY)

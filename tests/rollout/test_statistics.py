@@ -67,6 +67,7 @@ GROUPS = [
 
 
 def test_populations_patterns_and_waste():
+    """The filtered reward alone misleads (prime-rl#1205, NeMo-RL#4588): every population has its own."""
     statistics = RolloutStatistics("score")
     statistics.judged(together(GROUPS[:3]))
     statistics.judged(together(GROUPS[3:]))  # over several rounds
@@ -166,6 +167,24 @@ def test_another_metric_is_recorded_beside_the_score():
     for population in ("all", "kept", "trained", "first_attempt"):
         assert row[f"reward/score/{population}/mean"] == 0.5
         assert row[f"reward/style/{population}/mean"] == 0.375
+
+
+def test_several_sources_are_counted_apart():
+    """One number for all data sets hides the starved one (verl#7579)."""
+    statistics = RolloutStatistics("score", ["gcd", "lcm", "rare"])
+    names = ("gcd", "lcm", "gcd", "lcm", "lcm")
+    verdicts = (Verdict.KEPT, Verdict.FILTERED, Verdict.FAILED, Verdict.KEPT, Verdict.FILTERED)
+    rewards = ([1, 0], [1, 1], [0, 1], [1, 0], [0, 0])
+    columns = zip(rewards, verdicts, names, strict=True)
+    statistics.judged(together([group(i, r, v, "mixed", source=n) for i, (r, v, n) in enumerate(columns)]))
+    row = statistics.row(TOTALS, 1, 0)
+    check_names(row)
+    assert {k: v for k, v in row.items() if k.startswith("source/")} == {
+        "source/gcd/groups": 2, "source/gcd/kept_frac": 1.0, "source/gcd/reward/mean": 0.5,  # one failed: not judged
+        "source/lcm/groups": 3, "source/lcm/kept_frac": 1 / 3, "source/lcm/reward/mean": 0.5,
+        "source/rare/groups": 0, "source/rare/kept_frac": None, "source/rare/reward/mean": None,
+    }  # fmt: skip
+    assert not any(k.startswith("source/") for k in RolloutStatistics("score", ["one"]).row(TOTALS, 1, 0))
 
 
 def test_the_ledger_is_shown():

@@ -388,6 +388,7 @@ def test_masked_truncations_still_set_the_baseline(mesh1):
 
 
 def test_groups_without_advantage_are_counted(mesh1):
+    """A filter that never fires shows here (NeMo-RL#4588)."""
     batch = make_batch(0, num_real=6)
     uniform = change(batch, 0, rewards_BG=0.1)  # equal, and not a binary fraction
     uniform = change(uniform, 2, live_BG=[True, False, False])  # one live rollout has no baseline
@@ -419,6 +420,7 @@ def without_schedule(opt_state):
 
 
 def test_schedules_count_steps_whatever_updates_are_skipped(mesh1):
+    """Generation is not training (verl#991)."""
     # Two minibatches of 4 rows: a batch of 3 groups leaves the second without a row.
     batches = [make_batch(0, num_real=3), make_batch(1), make_batch(2, num_real=0)]
     state, _ = run(mesh1, batches, train__num_minibatches=2)
@@ -428,6 +430,7 @@ def test_schedules_count_steps_whatever_updates_are_skipped(mesh1):
 
 
 def test_metrics_of_a_step_are_token_means_over_its_updates(mesh1):
+    """Sampler and trainer drift apart unseen elsewhere (marin#1745, marin#1879)."""
     # The second minibatch of this short step has no tokens: as a mean of means, every metric would be halved.
     batch = make_batch(0, num_real=4)
     # The KL between sampler and the weights of the step's start is the same in every update.
@@ -479,6 +482,7 @@ def test_bfloat16_trains_float32_weights(mesh1):
 
 
 def test_one_program_serves_all_batches(mesh1):
+    """Batches of varying size recompile elsewhere (AReaL#450, prime-rl#3463)."""
     fresh, shardings, step = compiled(mesh1, ())
     rows = sharding.rows(mesh1)
     batches = [

@@ -59,7 +59,9 @@ class Judge:
             advantages_PG = group_advantages(rewards, live_PG, estimator=loss.estimator, **loss.estimator_kwargs)
             return ((advantages_PG != 0) & live_PG & trainable_PG).any(1)
 
-        def program(metric_PG: Array, rewards: Array, live_PG: Array, trainable_PG: Array) -> Array:
+        def program(planes: Array) -> Array:  # one array: each one that is passed costs its time
+            metric_PG, live_PG, trainable_PG = planes[0], planes[1] > 0, planes[2] > 0
+            rewards = jnp.moveaxis(planes[3:], 0, -1) if self._per_component else planes[3]
             stats = group_stats(metric_PG, live_PG)
             filter_P = stats.count >= 0
             if not self.filter.on_host:
@@ -101,7 +103,9 @@ class Judge:
           trainable_PG: bool, rollouts whose tokens the loss does not mask.
           host_keep_P: the gathered mask of a host filter, or all True.
         """
-        columns = np.asarray(self._jitted(metric_PG, rewards, live_PG, trainable_PG))
+        parts = np.moveaxis(rewards, -1, 0) if self._per_component else rewards[None]
+        planes = np.stack([metric_PG, live_PG, trainable_PG, *parts], dtype=np.float32, casting="unsafe")
+        columns = np.asarray(self._jitted(planes))
         (filter_P, teaches_P, signal_P), stats = columns[:3] > 0, GroupStats(*columns[3:])
         stats = stats._replace(count=stats.count.astype(np.int32), positives=stats.positives.astype(np.int32))
         keep_P = filter_P & host_keep_P & teaches_P

@@ -1,7 +1,9 @@
 """Four generators of reasoning-gym in one mixture, from a short supervised warm start.
 
-pip install -e '.[tasks]'
-python launch/train.py --config=configs/reasoning_gym.py --workdir=DIR
+    pip install -e '.[tasks]'
+    python launch/train.py --config=configs/reasoning_gym.py --workdir=DIR
+
+On two CPU cores, shared with other work: 250 s. Measured once: accuracy 0.043 -> 0.082 on 256 tasks in 60 steps.
 """
 
 from typing import Any

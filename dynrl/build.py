@@ -106,12 +106,20 @@ def check_algorithm(config: RunConfig) -> list[str]:
             f"config.dynamic_sampling.filter: {ds.filter!r} drops every group of one rollout; dynamic_sampling.filter "
             "= 'mixed_sign' keeps them, and so does dynamic_sampling.enable = False"
         )
+    warnings = []
+    versions = config.train.num_epochs * config.train.num_minibatches
+    if ds.surplus == "carry" and ds.max_surplus_age_versions < versions:
+        warnings.append(
+            f"dynamic_sampling.max_surplus_age_versions = {ds.max_surplus_age_versions} makes every carried group too "
+            f"old: a step is train.num_epochs * train.num_minibatches = {versions} versions"
+        )
     if not (ds.enable and estimator.uses_uniform_groups):
-        return []
+        return warnings
     if estimator.batch_normalised:
         return [
+            *warnings,
             f"loss.estimator = {c.estimator!r} normalises over the batch and learns from groups without signal too, "
-            "which dynamic_sampling.enable = True drops: its mean and std are those of the kept groups"
+            "which dynamic_sampling.enable = True drops: its mean and std are those of the kept groups",
         ]
     raise ConfigError(
         f"config.loss.estimator: {c.estimator!r} learns from groups without signal, which dynamic_sampling.enable = "

@@ -88,6 +88,7 @@ class EvaluationConfig:
     num_tasks: PositiveInt = 1024
     every_steps: NonNegativeInt = 50  # 0 = only before the first and after the last step
     temperature: NonNegativeFloat = 0.0  # 0 = greedy
+    pass_score: float = 1.0  # a completion with at least this score passes
     seed: NonNegativeInt = 20_000_000  # of the evaluation tasks
 
 

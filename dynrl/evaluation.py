@@ -16,7 +16,7 @@ def evaluate(
 ) -> Row:
     """Samples every task once with the sampler's present weights and scores it.
 
-    A completion counts as passed when its score is positive; a dead one counts as failed.
+    A completion passes with a score of `evaluation.pass_score`; partial credit shows in the mean. A dead one fails.
 
     Returns:
       eval/main/pass_at_1, eval/main/reward, and pass_at_1 by level, and by source where there are several.
@@ -46,9 +46,10 @@ def evaluate(
         for i in np.flatnonzero(groups.valid_P):
             score = float(records.score[i, 0]) if records.live[i, 0] else 0.0
             task = by_ticket[int(groups.tickets_P[i])]
-            sums.add("eval/main/pass_at_1", score > 0, 1)
+            passed = score >= config.evaluation.pass_score - 1e-6  # scores are float32
+            sums.add("eval/main/pass_at_1", passed, 1)
             sums.add("eval/main/reward", score, 1)
-            sums.add(f"eval/main/level/{task.level}", score > 0, 1)
+            sums.add(f"eval/main/level/{task.level}", passed, 1)
             if len(sources) > 1:
-                sums.add(f"eval/main/source/{task.source}", score > 0, 1)
+                sums.add(f"eval/main/source/{task.source}", passed, 1)
     return dict(sorted(sums.row().items()))

@@ -131,11 +131,14 @@ def test_parts_that_cannot_work_name_the_key(overrides, message):
         build(config)
 
 
-def test_normalising_over_the_batch_with_a_filter_is_a_warning():
+def test_what_works_but_is_not_what_one_wants_is_a_warning():
     config = from_mapping(tiny_mapping(loss__estimator="reinforce_pp"))
     (warning,) = check_algorithm(config)
     assert "loss.estimator = 'reinforce_pp' normalises over the batch" in warning
     assert check_algorithm(from_mapping(tiny_mapping(loss__estimator="reinforce_pp_baseline"))) == []
+    old = tiny_mapping(train__num_minibatches=2, train__num_epochs=5)
+    (warning,) = check_algorithm(from_mapping(old))
+    assert "max_surplus_age_versions = 8 makes every carried group too old: a step is" in warning
     off = tiny_mapping(loss__estimator="reinforce_pp", dynamic_sampling__enable=False)
     assert check_algorithm(from_mapping(off)) == []
 

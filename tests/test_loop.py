@@ -331,6 +331,17 @@ def test_a_workdir_that_cannot_be_written_is_named(config_of, tmp_path, name):
         quick_run(config_of(), tmp_path / name)
 
 
+def test_partial_credit_does_not_pass(config_of, tmp_path):
+    config = config_of(num_steps=0, reward__verifier="prefix_fraction", evaluation__temperature=1.0)
+    (row,) = quick_run(config, tmp_path / "strict").metrics
+    assert row["eval/main/pass_at_1"] < row["eval/main/reward"] < 0.5
+    config = config_of(
+        num_steps=0, reward__verifier="prefix_fraction", evaluation__temperature=1.0, evaluation__pass_score=1e-3
+    )
+    (lax,) = quick_run(config, tmp_path / "lax").metrics
+    assert lax["eval/main/pass_at_1"] > row["eval/main/reward"] == lax["eval/main/reward"]
+
+
 def test_a_callback_gets_every_row_and_its_end(config_of, tmp_path):
     class Writer:
         def __init__(self):

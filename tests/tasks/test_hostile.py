@@ -127,13 +127,14 @@ def collect(verifiers, timeout_secs) -> list[Scores]:
 
 
 def children_kib() -> list[int]:
-    """The memory that each child process has ever taken."""
-    found = []
+    """The memory that each child process has ever taken, but for those that are still copies of this one."""
+    found, own = [], Path("/proc/self/cmdline").read_bytes()
     for path in Path("/proc/self/task").glob("*/children"):
         for pid in path.read_text().split():
             with contextlib.suppress(OSError, IndexError):  # it may end at any moment
-                status = Path(f"/proc/{pid}/status").read_text()
-                found.append(int(status.partition("VmHWM:")[2].split()[0]))
+                kib = int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0])
+                if Path(f"/proc/{pid}/cmdline").read_bytes() != own:
+                    found.append(kib)
     return found
 
 

@@ -57,3 +57,8 @@ class NumpySelector:
 
     def load_state_dict(self, state):
         self.num_draws = state["num_draws"]
+
+
+def raises(metric_vals):
+    """A filter with a fault."""
+    raise KeyError("fault")

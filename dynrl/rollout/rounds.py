@@ -18,10 +18,19 @@ from dynrl.rollout.buffer import RECORD, GroupBuffer
 from dynrl.rollout.events import GroupsGenerated, GroupsJudged, Judgement
 from dynrl.rollout.judge import Judge
 from dynrl.rollout.ledger import Ticket
-from dynrl.rollout.records import JudgedGroups, buffer_records, gather, records_of, submit_for_judgement
+from dynrl.rollout.records import (
+    JudgedGroups,
+    Records,
+    buffer_records,
+    gather,
+    records_of,
+    submit_for_judgement,
+)
 from dynrl.tasks.store import FrozenTasks, TaskStore
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import Finish, Groups, Purpose, Request, Sampler, SamplingParams, Scores, Task, Verdict
+
+_FILTER_FAILED = -1  # in the place of a host filter's verdict
 
 
 class RoundsProducer:
@@ -127,9 +136,7 @@ class RoundsProducer:
     def _judge_groups(self, groups: Groups) -> JudgedGroups:
         loss, valid_P = self._config.loss, groups.valid_P
         own = records_of(groups, self._scores, self._config.dynamic_sampling.metric, loss.rewards)
-        mine_P = valid_P & groups.owned_P
-        keep_P = self._judge.host_mask(own.metric, own.rewards, own.live, mine_P)
-        r = gather(own._replace(host_keep=keep_P[:, None].astype(np.int32)), groups.owned_P)
+        r = self._gather_filtered(own, groups)
         live_PG, trainable_PG, rewards = r.live & valid_P[:, None], r.length > 0, r.rewards
         if loss.overlong == "mask":
             trainable_PG &= r.finish != Finish.LENGTH
@@ -149,3 +156,17 @@ class RoundsProducer:
             records_P[valid_P] = buffer_records(r.rows(valid_P), tickets)
             self._buffer.put(groups, rewards, live_PG, keep_P, records_P)
         return JudgedGroups(tickets, sources, judged.rows(valid_P), r.rows(valid_P))
+
+    def _gather_filtered(self, own: Records, groups: Groups) -> Records:
+        """The records of all processes, with the host filter's verdicts; one that raises ends every process (law 4)."""
+        error, keep_P = None, np.full(len(groups.valid_P), _FILTER_FAILED, np.int32)
+        try:
+            keep_P = self._judge.host_mask(own.metric, own.rewards, own.live, groups.valid_P & groups.owned_P)
+        except Exception as raised:  # a user's code: the others must hear of it before this one goes
+            error = raised
+        r = gather(own._replace(host_keep=keep_P[:, None].astype(np.int32)), groups.owned_P)
+        if error is not None:
+            raise error
+        if (r.host_keep == _FILTER_FAILED).any():
+            raise RuntimeError(f"filter {self._judge.filter.name!r} failed on another process; its log says how")
+        return r

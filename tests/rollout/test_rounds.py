@@ -10,6 +10,7 @@ from jax.experimental import multihost_utils
 from dynrl.config import from_mapping
 from dynrl.models import sharding
 from dynrl.models.tokenizer import CharTokenizer
+from dynrl.rollout import rounds
 from dynrl.rollout.buffer import RECORD, GroupBuffer
 from dynrl.rollout.events import GroupsGenerated, GroupsJudged, Judgement
 from dynrl.rollout.judge import Judge
@@ -302,6 +303,23 @@ def test_a_prompt_that_cannot_be_encoded_names_task_and_source(mesh1, parts):
     producer = make_producer(parts, ScriptedSampler(mesh1, [], {}), ScriptedVerifiers())
     with pytest.raises(ValueError, match=r"task -5 of source count: character '-' at position 0"):
         producer.dispatch(tickets(-5))
+
+
+def test_a_host_filter_that_raises_on_one_process_ends_all(mesh1, parts, monkeypatch):
+    """Both sides of it: the process whose filter raises tells the others before it goes, and they do not go on."""
+    gathered = []
+    real = rounds.gather
+    monkeypatch.setattr(rounds, "gather", lambda records, owned: gathered.append(records) or real(records, owned))
+    run = config(dynamic_sampling={"filter": "user_code:raises"})
+    judge = Judge(run.dynamic_sampling, run.loss, G)
+    texts = {5: ("5", "0"), 6: ("6", "0")}
+    with pytest.raises(RuntimeError, match=r"filter 'user_code:raises' raised .* in group 0"):
+        run_round(parts, ScriptedSampler(mesh1, [(5, 6)], texts), ScriptedVerifiers(), (5, 6), run, judge)
+    assert (gathered[0].host_keep == -1).all()
+    elsewhere = lambda records, owned: records._replace(host_keep=records.host_keep * 0 - 1)  # noqa: E731
+    monkeypatch.setattr(rounds, "gather", elsewhere)
+    with pytest.raises(RuntimeError, match="filter 'has_signal' failed on another process"):
+        run_round(parts, ScriptedSampler(mesh1, [(5, 6)], texts), ScriptedVerifiers(), (5, 6))
 
 
 def test_several_rewards_travel_to_the_batch(mesh1):

@@ -44,6 +44,7 @@ class Bookkeeper:
         self.nonfinite_updates = 0  # skipped, run total, as far as metrics were fetched
         document = self._restore()
         self.resumed = document is not None
+        self.grown = document is not None and document["config"]["num_steps"] != parts.config.num_steps
         offset = document["metrics"]["offset"] if document else 0
         first = jax.process_index() == 0
         self._jsonl = JsonlWriter(workdir / "metrics.jsonl", offset) if first else None
@@ -97,6 +98,8 @@ class Bookkeeper:
         """Writes a checkpoint of everything, in the background."""
         if self._checkpointer.latest == self._controller.step:
             return  # the run ends where a checkpoint fell due
+        if self._jsonl:
+            self._jsonl.sync()
         p, pending = self._parts, self.pending()
         document = {
             "config": to_mapping(p.config),

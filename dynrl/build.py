@@ -1,6 +1,7 @@
 """From a configuration to the parts of a run: everything that `loop.py` then moves data through."""
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,10 +102,19 @@ def check_algorithm(config: RunConfig) -> list[str]:
         raise ConfigError(
             f"config.num_generations_per_prompt: 1 gives loss.estimator = {c.estimator!r} no baseline: use at least 2"
         )
-    if g == 1 and ds.enable and ds.filter in ("has_signal", "accuracy_band", "min_std"):
+    options, live = c.estimator_kwargs, config.rollout_failure.min_live_per_group or g
+    of_groups = not estimator.batch_normalised or estimator.per_component  # whose std is
+    for key in ("k", "ddof") if of_groups else ():  # a group of so many live rollouts has no advantage
+        value = estimator.option(key, options)
+        if value is not None and value >= live > 1:
+            raise ConfigError(
+                f"config.loss.estimator_kwargs: {key} = {value} leaves a group of {live} live rollouts (the fewest, by "
+                f"rollout_failure.min_live_per_group) without an advantage: it must be below {live}"
+            )
+    weights = options.get("weights")
+    if weights is not None and len(weights) != len(c.rewards):
         raise ConfigError(
-            f"config.dynamic_sampling.filter: {ds.filter!r} drops every group of one rollout; dynamic_sampling.filter "
-            "= 'mixed_sign' keeps them, and so does dynamic_sampling.enable = False"
+            f"config.loss.estimator_kwargs: weights = {weights} are {len(weights)}, loss.rewards names {len(c.rewards)}"
         )
     warnings = []
     versions = config.train.num_epochs * config.train.num_minibatches
@@ -167,7 +177,8 @@ def make_verifiers(config: RunConfig, by_source: dict[str, str]) -> Verifiers:
         num_workers=config.reward.num_workers,
         timeout_secs=config.reward.timeout_secs,
         max_attempts=config.rollout_failure.max_infra_attempts_per_prompt,
-        memory_limit_mb=config.reward.memory_limit_mb or None,
+        max_consecutive_timeouts=config.reward.max_consecutive_timeouts,
+        memory_limit_mb=(config.reward.memory_limit_mb or None) if sys.platform == "linux" else None,
         metrics=config.loss.rewards or (config.dynamic_sampling.metric,),
     )
 
@@ -183,6 +194,11 @@ def build(config: RunConfig) -> Parts:
     tokenizer, g = tasks.tokenizer, config.num_generations_per_prompt
     min_live = config.rollout_failure.min_live_per_group or g
     judge = named("dynamic_sampling.filter", Judge, config.dynamic_sampling, config.loss, min_live)
+    if g == 1 and not judge.keeps_singletons():
+        raise ConfigError(
+            f"config.dynamic_sampling.filter: {judge.filter.name!r} drops every group of one rollout; "
+            "dynamic_sampling.filter = 'mixed_sign' keeps them, and so does dynamic_sampling.enable = False"
+        )
     selector = named(
         "tasks.selector", make_selector, config.tasks.selector, seed=config.seed, **config.tasks.selector_kwargs
     )
@@ -227,13 +243,16 @@ def run_warm_start(parts: Parts, log: Any) -> bool:
 
     def make(params: Any) -> Any:
         def task_at(index: int) -> Any:
-            if parts.source.num_tasks is not None:
-                index %= parts.source.num_tasks
+            if parts.source.num_tasks is not None:  # no fresh ones: the training tasks, in turn
+                return parts.store.get([index % len(parts.store)])[0]
             return parts.source.task(config.seed + WARM_START_SEED_OFFSET, index, parts.eval_tasks.hashes)
 
         return warm_start(params, config, parts.tokenizer, task_at, parts.mesh, log)
 
-    key = cache_key(config, parts.tokenizer.fingerprint)
+    tasks = {"name": config.tasks.source, "kwargs": parts.source.kwargs}
+    if parts.source.num_tasks is not None:
+        tasks["num_tasks"] = len(parts.store)
+    key = cache_key(config, tasks, parts.eval_tasks.fingerprint, parts.tokenizer.fingerprint)
     directory = cache_dir() / "warm_start" / key if config.warm_start.cache else None
     params, cached = cached_warm_start(parts.state.params, directory, make)
     parts.state = with_params(parts.state, params, parts.optimizer)

@@ -45,31 +45,41 @@ def make_tasks(config: RunConfig) -> Tasks:
         )
     store = named("tasks.source", TaskStore, source, config.seed, num_tasks, frozen.hashes)
     tokenizer = make_tokenizer(config.model.tokenizer, source, other)
-    if isinstance(tokenizer, CharTokenizer):
-        check_lengths(config, source, other)
+    check_lengths(config, source)
     longest = max(len(named("evaluation.source", tokenizer.encode, x.prompt)) for x in frozen.get(range(len(frozen))))
     if longest > t.max_prompt_tokens:
         raise ConfigError(
             f"config.tasks.max_prompt_tokens: {t.max_prompt_tokens} is too few for the evaluation tasks: the longest "
             f"prompt has {longest} tokens"
         )
-    return Tasks(source, store, frozen, choose_verifiers(config, {**source.verifiers, **other.verifiers}), tokenizer)
+    return Tasks(source, store, frozen, choose_verifiers(config, source, other), tokenizer)
 
 
-def check_lengths(config: RunConfig, *sources: TaskSource) -> None:
-    """Raises ConfigError where prompts or answers of one token per character cannot fit."""
-    for source in sources:
-        answer = None if source.max_answer_chars is None else source.max_answer_chars + 1
-        for key, needed, have in (
-            ("tasks.max_prompt_tokens", source.max_prompt_chars, config.tasks.max_prompt_tokens),
-            ("sampler.max_completion_tokens", answer, config.sampler.max_completion_tokens),
-        ):
-            if needed is not None and have < needed:
-                raise ConfigError(f"config.{key}: {have} is too few for source {source.name}, which needs {needed}")
+def check_lengths(config: RunConfig, source: TaskSource) -> None:
+    """Raises ConfigError where prompts or answers cannot fit: a character takes one token, or several as bytes.
+
+    The references of a finite source may be rationales, which only a warm start has to learn word for word.
+    """
+    prompt = source.max_prompt_chars if config.tasks.long_prompts == "error" else None
+    written = source.num_tasks is None or config.warm_start.num_steps > 0
+    answer = source.max_answer_chars + 1 if written and source.max_answer_chars is not None else None
+    for key, needed, have in (
+        ("tasks.max_prompt_tokens", prompt, config.tasks.max_prompt_tokens),
+        ("sampler.max_completion_tokens", answer, config.sampler.max_completion_tokens),
+    ):
+        if needed is not None and have < needed:
+            raise ConfigError(f"config.{key}: {have} is too few for source {source.name}, which needs {needed}")
 
 
-def choose_verifiers(config: RunConfig, defaults: dict[str, str]) -> dict[str, str]:
+def choose_verifiers(config: RunConfig, *sources: TaskSource) -> dict[str, str]:
     """The verifier of each task source."""
+    defaults: dict[str, str] = {}
+    for name, verifier in (item for source in sources for item in source.verifiers.items()):
+        if defaults.setdefault(name, verifier) != verifier and config.reward.verifier == "default":
+            raise ConfigError(
+                f"config.evaluation.source: tasks of source {name!r} are judged by {verifier!r} there and by "
+                f"{defaults[name]!r} in training: name one reward.verifier, or name their source apart"
+            )
     unknown = [name for name in config.reward.verifiers if name not in defaults]
     if unknown:
         raise ConfigError(
@@ -95,10 +105,10 @@ def make_tokenizer(kind: str, *sources: TaskSource) -> Tokenizer:
 
 
 def named(key: str, make: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """What `make` makes; its ValueError or TypeError becomes a ConfigError that names the key."""
+    """What `make` makes; its ValueError, TypeError or ImportError becomes a ConfigError that names the key."""
     try:
         return make(*args, **kwargs)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"config.{key}: {error}") from error

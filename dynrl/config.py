@@ -65,7 +65,7 @@ class TasksConfig:
     selector: str = "epoch"  # epoch | uniform | package.module:Class
     selector_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_prompt_tokens: PositiveInt = 12
-    long_prompts: Literal["error", "skip"] = "error"  # a longer prompt ends the run, or is counted as failed
+    long_prompts: Literal["error", "skip"] = "error"  # a longer prompt ends the run, or its group is dropped
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class RewardConfig:
     verifiers: Mapping[str, Any] = field(default_factory=dict)  # by source name, before `verifier`
     num_workers: PositiveInt = 1
     timeout_secs: PositiveFloat = 5.0  # per completion; one that misses it scores 0
-    memory_limit_mb: NonNegativeInt = 1024  # per worker; 0 = no limit
+    max_consecutive_timeouts: PositiveInt = 32  # completions in a row that miss it; more end the run
+    memory_limit_mb: NonNegativeInt = 1024  # per worker, on Linux; 0 = no limit
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,11 @@ The controller decides; this loop does what it says and tells it what happened. 
 path: it runs dispatched groups through sampler, verifiers and filter, and puts the kept ones into the buffer.
 """
 
-import os
-import signal
-import threading
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
 from typing import Any
 
 import jax
@@ -23,8 +20,10 @@ from dynrl.bookkeeping import Bookkeeper
 from dynrl.build import Parts, build, describe, run_warm_start, warm_up
 from dynrl.config import RunConfig, from_mapping
 from dynrl.evaluation import evaluate
+from dynrl.interrupt import Interrupt
 from dynrl.metrics import JsonlWriter, MetricWriter, Row
 from dynrl.models.sharding import any_process
+from dynrl.results import RunError, RunResult, summarise
 from dynrl.rollout.controller import apply, initial_state
 from dynrl.rollout.events import (
     Command,
@@ -32,7 +31,6 @@ from dynrl.rollout.events import (
     Draw,
     Event,
     Free,
-    GroupsJudged,
     Resumed,
     StepTrained,
     Stop,
@@ -42,31 +40,9 @@ from dynrl.rollout.events import (
     Warn,
 )  # fmt: skip
 from dynrl.rollout.ledger import Phase
-
-
-class RunError(RuntimeError):
-    """A run that could not go on; the message says what was counted and what would help."""
-
-
-@dataclass
-class RunResult:
-    """What a run leaves.
-
-    Attributes:
-      params: the weights after the last step.
-      metrics: the rows of metrics.jsonl.
-      policy: the evaluation sampler, holding those weights; one completion per request.
-      tokenizer: encodes its prompts and decodes its completions.
-      reason: why the run ended.
-      summary: its last lines.
-    """
-
-    params: Any
-    metrics: list[Row]
-    policy: Any
-    tokenizer: Any
-    reason: str
-    summary: list[str] = field(default_factory=list)
+from dynrl.tasks.verifiers import VerifierPoolError
+from dynrl.types import Outcome, Verdict
+from dynrl.workdir import WorkdirError, open_workdir
 
 
 def run(
@@ -82,32 +58,22 @@ def run(
 
     Raises:
       ConfigError: naming the key, for a configuration that cannot work or differs from the one being resumed.
-      RunError: when a budget is used up, or the workdir cannot be written.
+      RunError: when a budget is used up, the verifiers' pool cannot go on, or the workdir cannot be had.
     """
     config = config if isinstance(config, RunConfig) else from_mapping(config)
-    parts = build_parts(config)
-    try:
-        loop = Loop(parts, make_workdir(workdir), callbacks)
-        try:
-            with loop.stop_on_interrupt():
-                return loop.result(loop.train())
-        finally:
-            loop.books.close()
-    finally:
-        parts.close()
+    with _run_errors(), closing(build_parts(config)) as parts, open_workdir(workdir, jax.process_index() == 0) as path:
+        loop = Loop(parts, path, callbacks)
+        with closing(loop.books), loop.interrupt:
+            return loop.result(loop.train())
 
 
-def make_workdir(workdir: str) -> epath.Path:
-    """The folder, made where it is missing. Raises RunError when nothing can be written there."""
-    path = epath.Path(workdir).expanduser().resolve()
+@contextmanager
+def _run_errors() -> Iterator[None]:
+    """What a part found that the run cannot go on without, as a RunError."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".probe-{os.getpid()}"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise RunError(f"the workdir {path} cannot be written: {error}") from error
-    return path
+        yield
+    except (VerifierPoolError, WorkdirError) as error:
+        raise RunError(str(error)) from error
 
 
 class Loop:
@@ -119,7 +85,7 @@ class Loop:
         self.parts, self.config = parts, parts.config
         self.controller = initial_state(parts.config)
         self.books = Bookkeeper(parts, self.controller, workdir, callbacks)
-        self._interrupted = False  # this process
+        self.interrupt = Interrupt()  # of this process
         self._stopping = False  # any process, as all of them know
         self._training_since: float | None = None
         self._start()
@@ -133,6 +99,8 @@ class Loop:
             say(line)
         if self.books.resumed:
             say(f"resuming at step {self.controller.step} of {self.config.num_steps}")
+            if self.books.grown and self.config.train.lr_schedule != "constant":
+                say(f"num_steps grew: train.lr_schedule = {self.config.train.lr_schedule!r} now decays to its new end")
         elif self.config.warm_start.num_steps:
             self._warm_start()
         compiles, begin = parts.compiles.count, time.perf_counter()
@@ -199,13 +167,15 @@ class Loop:
     def _produce(self) -> list[Command]:
         """Selector -> sampler -> reward -> group filter -> buffer; the selector learns of every judged group."""
         events = self.parts.producer.poll()
-        for event in events:
-            if isinstance(event, GroupsJudged):
-                self.parts.statistics.long_prompts(sum(j.pattern == "too_long" for j in event.judgements))
+        outcomes: list[Outcome] = []
         for judged in self.parts.producer.take_judged():
             self.parts.statistics.judged(judged)
-            for outcome in judged.outcomes():
-                self.parts.selector.observe(outcome)
+            outcomes += judged.outcomes()
+        skipped = self.parts.producer.take_skipped()
+        self.parts.statistics.skipped(len(skipped))
+        outcomes += [Outcome(t.task_id, t.visit, Verdict.FILTERED, 0, 0, math.nan, t.version) for t in skipped]
+        for outcome in outcomes:
+            self.parts.selector.observe(outcome)
         return self._advance(*events)
 
     def _train_step(self, tickets: tuple[int, ...]) -> list[Command]:
@@ -231,7 +201,7 @@ class Loop:
         if (step + 1) % self.config.checkpoint.every_steps == 0:
             self._await_weights()  # the checkpoint's copy of the row is whole
             self.books.save()
-        self._stopping = any_process(self._interrupted)
+        self._stopping = any_process(self.interrupt.requested)
         return self._advance(StopRequested("interrupted")) if self._stopping else commands
 
     def _await_weights(self) -> None:
@@ -269,11 +239,15 @@ class Loop:
 
     def _check_faults(self) -> None:
         """What must not happen quietly: programs compiled after warm-up, gradients that are not finite."""
-        compiles, limit = self.parts.compiles, self.config.train.max_nonfinite_updates
+        compiles = self.parts.compiles
         self.books.amend({"run/recompiles": compiles.count})
         if self.config.fail_on_recompile and any_process(compiles.count > 0):
             names = ", ".join(compiles.names) or "on another process"
             raise RunError(f"{compiles.count} programs compiled after warm-up: {names}")
+        self._check_nonfinite(self.config.train.max_nonfinite_updates)
+
+    def _check_nonfinite(self, limit: int) -> None:
+        """Counts what was fetched: all but the last step's, before the end."""
         if self.books.nonfinite_updates > limit:
             raise RunError(
                 f"{self.books.nonfinite_updates} updates had a non-finite gradient and were skipped, more than "
@@ -291,6 +265,7 @@ class Loop:
             notes += [f"warning: {w}" for w in self.parts.warnings]
             raise RunError("\n".join([reason, *notes]))
         pending = self.books.pending()
+        self._check_nonfinite(self.config.train.max_nonfinite_updates)
         if pending is not None and "eval/main/pass_at_1" not in pending and not self._stopping:
             self.books.amend(self._evaluate())
         self.books.save()
@@ -299,39 +274,10 @@ class Loop:
 
     def result(self, reason: str) -> RunResult:
         """Results, and the last lines of the run."""
-        rows = self.books.rows()
-        scores = [r["eval/main/pass_at_1"] for r in rows if r.get("eval/main/pass_at_1") is not None]
-        last = rows[-1] if rows else {}
-        secs = time.perf_counter() - self._begin
-        summary = [
-            f"ended: {reason}",
-            f"accuracy {scores[0]:.3f} -> {scores[-1]:.3f}" if scores else "no evaluation was made",
-            f"steps {self.controller.step} of {self.config.num_steps}, generated tokens "
-            f"{self.books.generated_tokens:,}, {secs:.0f} s, recompiles after warm-up "
-            f"{last.get('run/recompiles', 0)}",
-            f"metrics {self._workdir / 'metrics.jsonl'}, checkpoints {self._workdir / 'checkpoints'}, "
-            f"tensorboard --logdir {self._workdir / 'tensorboard'}",
-        ]
+        parts, rows = self.parts, self.books.rows()
+        parts.eval_sampler.update_weights(parts.state.params, self.controller.version)
+        steps = f"{self.controller.step} of {self.config.num_steps}"
+        summary = summarise(rows, self._workdir, reason, steps, self.books.generated_tokens, self._begin)
         for line in summary:
             self.books.progress.say(line)
-        parts = self.parts
-        parts.eval_sampler.update_weights(parts.state.params, self.controller.version)
         return RunResult(parts.state.params, rows, parts.eval_sampler, parts.tokenizer, reason, summary)
-
-    @contextmanager
-    def stop_on_interrupt(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run at the next step boundary, with a checkpoint; the second one at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def handler(signum: int, frame: Any) -> None:
-            self._interrupted = True
-            os.write(2, b"\ninterrupted: finishing the step; Ctrl-C again stops at once\n")  # print is not reentrant
-            signal.signal(signal.SIGINT, previous)
-
-        previous = signal.signal(signal.SIGINT, handler)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)

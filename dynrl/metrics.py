@@ -10,6 +10,7 @@ What cannot be reproduced bit for bit is named time/*, memory/*, *_secs, *_per_s
 import fnmatch
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ Row = dict[str, float | int | None]
 REGISTRY: dict[str, str] = {
     "run/step": "optimizer steps made",
     "run/version": "optimizer updates that the weights have seen",
-    "run/recompiles": "programs compiled since warm-up, run total; anything but 0 is a fault",
+    "run/recompiles": "programs compiled since this process warmed up; anything but 0 is a fault",
     "run/generated_tokens": "completion tokens generated for training, run total",
     "reward/*/all/mean": "mean reward of live rollouts, groups judged in this step",
     "reward/*/kept/mean": "the same, groups kept in this step",
@@ -47,7 +48,7 @@ REGISTRY: dict[str, str] = {
     "backfill/surplus_groups": "ready groups left over by this step",
     "backfill/carried_groups": "trained groups that an earlier step dispatched",
     "backfill/wasted_tokens": "tokens of groups judged in this step that will not be trained",
-    "rollout/long_prompts": "groups given up in this step because their prompt is too long",
+    "rollout/long_prompts": "groups dropped in this step because their prompt is too long",
     "source/*/groups": "groups of one source judged in this step; where there are several sources",
     "source/*/kept_frac": "share of them that was kept",
     "source/*/reward/mean": "mean configured metric of their live rollouts",
@@ -152,6 +153,12 @@ class JsonlWriter:
         with self.path.open("ab") as file:
             file.write(line)
         self.offset += len(line)
+
+    def sync(self) -> None:
+        """Has the system put a local file onto its disk: a checkpoint is about to count on these bytes."""
+        if "://" not in str(self.path) and self.path.exists():
+            with open(self.path, "ab") as file:
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -101,6 +101,9 @@ def _validate_loss(config: "RunConfig", require: Callable[[bool, str, str], None
         "loss.constant_length",
         f"has no meaning for loss.aggregation = {c.aggregation!r}; it belongs to 'constant'",
     )
+    terms = c.kl_coef > 0 or c.entropy_coef > 0
+    require(c.kl == "k3" or c.kl_coef > 0, "loss.kl", "has no meaning with loss.kl_coef = 0")
+    require(c.regularize == "signal" or terms, "loss.regularize", "has no meaning without loss.kl_coef or entropy_coef")
     penalty = c.overlong == "penalty"
     require(
         (0 < c.overlong_cache_tokens <= limit) if penalty else c.overlong_cache_tokens == 0,

@@ -41,14 +41,16 @@ def parse_flags(argv: list[str]) -> list[str]:
     """Parses flags; an override of a key that does not exist is named, with its near matches."""
     try:
         return app.parse_flags_with_usage(argv)
-    except (AttributeError, KeyError) as error:
+    except (AttributeError, KeyError):
         from dynrl.config import known_keys
 
         wrong = [a.removeprefix("--config.").split("=")[0] for a in argv if a.startswith("--config.")]
         wrong = [k for k in wrong if k not in known_keys()]
-        near = difflib.get_close_matches(wrong[0], known_keys(), n=3) if wrong else []
+        if not wrong:  # an error of the config file itself
+            raise
+        near = difflib.get_close_matches(wrong[0], known_keys(), n=3)
         hint = f"; did you mean {', '.join('config.' + n for n in near)}?" if near else ""
-        sys.exit(f"ConfigError: config.{wrong[0] if wrong else error}: there is no such key{hint}")
+        sys.exit(f"ConfigError: config.{wrong[0]}: there is no such key{hint}")
 
 
 if __name__ == "__main__":

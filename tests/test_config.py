@@ -1,10 +1,12 @@
 import dataclasses
+import json
 
 import pytest
 from ml_collections import ConfigDict
 from tiny import tiny_mapping
 
 from dynrl.build import build, check_algorithm
+from dynrl.build_tasks import make_tasks
 from dynrl.config import ConfigError, RunConfig, changed_keys, from_mapping, known_keys, to_mapping
 
 WRONG = [
@@ -49,6 +51,8 @@ WRONG = [
         {"loss": {"rewards": ("score", "form"), "overlong": "penalty", "overlong_cache_tokens": 4}},
         r"config\.loss\.overlong: 'penalty' shapes one reward",
     ),
+    ({"loss": {"kl": "k1"}}, r"config\.loss\.kl: 'k1' has no meaning with loss\.kl_coef = 0"),
+    ({"loss": {"regularize": "all"}}, r"config\.loss\.regularize: 'all' has no meaning without loss\.kl_coef or"),
     ({"tasks": {"long_prompts": "cut"}}, r"config\.tasks\.long_prompts: 'cut' is not one of 'error', 'skip'"),
     ({"reward": {"verifiers": "exact_match"}}, r"config\.reward\.verifiers: expected a mapping"),
     ({"reward": {"timeout_secs": 0}}, r"config\.reward\.timeout_secs: 0\.0 must be positive"),
@@ -81,6 +85,24 @@ WRONG_PARTS = [
     (
         {"num_generations_per_prompt": 1, "loss": {"estimator": "reinforce_pp"}},
         r"dynamic_sampling\.filter: 'has_signal' drops every group of one rollout; .*'mixed_sign'",
+    ),
+    (
+        {
+            "num_generations_per_prompt": 1,
+            "loss": {"estimator": "reinforce_pp"},
+            "dynamic_sampling": {"filter": "all_of", "filter_kwargs": {"filters": ("mixed_sign", "has_signal")}},
+        },
+        r"dynamic_sampling\.filter: .*all_of.* drops every group of one rollout",
+    ),
+    ({"loss": {"estimator": "pass_at_k"}}, r"loss\.estimator_kwargs: k = 4 leaves a group of 4 live .* below 4"),
+    ({"loss": {"estimator_kwargs": {"ddof": 4}}}, r"loss\.estimator_kwargs: ddof = 4 leaves a group of 4 live"),
+    (
+        {"loss": {"estimator_kwargs": {"ddof": 2}}, "rollout_failure": {"min_live_per_group": 2}},
+        r"loss\.estimator_kwargs: ddof = 2 leaves a group of 2 live rollouts .*min_live_per_group",
+    ),
+    (
+        {"loss": {"estimator": "gdpo", "rewards": ("score", "a"), "estimator_kwargs": {"weights": (1, 2, 3)}}},
+        r"loss\.estimator_kwargs: weights = \(1, 2, 3\) are 3, loss\.rewards names 2",
     ),
     ({"loss": {"estimator": "gpro"}}, r"loss\.estimator: .*'gpro'.*did you mean 'grpo'"),
     ({"loss": {"estimator_kwargs": {"dof": 1}}}, r"loss\.estimator: .*dof.*did you mean 'ddof'"),
@@ -129,6 +151,42 @@ def test_parts_that_cannot_work_name_the_key(overrides, message):
     config = from_mapping(mapping)
     with pytest.raises(ConfigError, match=rf"^config\.({message})"):
         build(config)
+
+
+def test_long_rows_of_a_file_are_an_error_or_skipped(tmp_path):
+    rows = [{"prompt": f"{i}", "answer": "long rationale"} for i in range(30)] + [{"prompt": "9" * 50, "answer": "1"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "tasks__source": "jsonl", "tasks__source_kwargs": {"path": str(tmp_path / "rows.jsonl")},
+        "evaluation__num_tasks": 5, "warm_start__num_steps": 0,
+    }  # fmt: skip
+    for tokenizer in ("char", "byte"):
+        config = from_mapping(tiny_mapping(**changes, model__tokenizer=tokenizer))
+        with pytest.raises(ConfigError, match=r"tasks\.max_prompt_tokens: 5 is too few for source jsonl, .* 50"):
+            make_tasks(config)
+        tasks = make_tasks(
+            from_mapping(tiny_mapping(**changes, model__tokenizer=tokenizer, tasks__long_prompts="skip"))
+        )
+        assert len(tasks.store) == 26
+    # A warm start must learn the answers word for word.
+    changes |= {"warm_start__num_steps": 1, "tasks__long_prompts": "skip"}
+    with pytest.raises(ConfigError, match=r"sampler\.max_completion_tokens: 6 is too few for source jsonl, .* 15"):
+        make_tasks(from_mapping(tiny_mapping(**changes)))
+
+
+def test_one_source_name_has_one_verifier(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "{i}", "answer": "1"}}\n' for i in range(30)))
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(f'{{"prompt": "{i}", "answer": "1"}}\n' for i in range(30, 40)))
+    changes = {
+        "tasks__source": "jsonl", "tasks__source_kwargs": {"path": str(path), "verifier": "integer_match"},
+        "evaluation__source": "jsonl", "evaluation__source_kwargs": {"path": str(other)}, "evaluation__num_tasks": 5,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"evaluation\.source: tasks of source 'jsonl' are judged by 'exact_match'"):
+        make_tasks(from_mapping(tiny_mapping(**changes)))
+    tasks = make_tasks(from_mapping(tiny_mapping(**changes, reward__verifier="gsm8k")))
+    assert tasks.verifiers == {"jsonl": "gsm8k"}
 
 
 def test_what_works_but_is_not_what_one_wants_is_a_warning():

@@ -18,6 +18,9 @@ ALLOWED = {
     "validation": {"config"},  # for its type only
     "config": {"validation"},
     "compile_counter": set(),
+    "interrupt": set(),
+    "results": {"metrics"},
+    "workdir": set(),
     "metrics": set(),
     "progress": {"metrics"},
     "core": {"core", "types"},
@@ -45,7 +48,20 @@ ALLOWED = {
         "types",
     },
     "bookkeeping": {"build", "rollout", "training", "metrics", "progress", "config"},
-    "loop": {"build", "bookkeeping", "evaluation", "rollout", "models.sharding", "metrics", "config", "types"},
+    "loop": {
+        "build",
+        "bookkeeping",
+        "evaluation",
+        "rollout",
+        "models.sharding",
+        "tasks.verifiers",
+        "interrupt",
+        "results",
+        "workdir",
+        "metrics",
+        "config",
+        "types",
+    },
     "__init__": {"loop", "core", "models", "rollout", "sampling", "tasks", "training"},
 }
 # Plain Python, so that the controller can be simulated and verifier workers start without JAX.

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,12 @@ class Estimator:
         parameters = inspect.signature(self.function).parameters.values()
         return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
+    def option(self, key: str, kwargs: Mapping[str, Any]) -> Any:
+        """The value of an option among `kwargs`, or its default; None where there is no such option."""
+        if key not in self.keywords:
+            return None
+        return kwargs.get(key, inspect.signature(self.function).parameters[key].default)
+
 
 def _where_signal(advantages_PG: Array, stats: GroupStats, atol: float, rtol: float) -> Array:
     """Zeroes groups without signal. Dead rollouts have deviation 0 already; dividing and scaling keep it."""
@@ -73,9 +79,13 @@ def _where_signal(advantages_PG: Array, stats: GroupStats, atol: float, rtol: fl
     return jnp.where(signal_P[:, None], advantages_PG, jnp.zeros_like(advantages_PG))
 
 
-def _standardised(centred: Centred, eps: float) -> Array:
-    """(r - mean) / (std + eps); the numerator and the std share the scale, so eps is put in it too."""
-    return safe_divide(centred.deviation_PG, (centred.std_P + eps * centred.scale_P)[:, None])
+def _standardised(centred: Centred, count_P: Array, ddof: int, eps: float) -> Array:
+    """(r - mean) / (std + eps); the numerator and the std share the scale, so eps is put in it too.
+
+    0 where the count leaves no degree of freedom: the std is unknown there, and eps alone is no divisor.
+    """
+    divisor_P = jnp.where(count_P > ddof, centred.std_P + eps * centred.scale_P, 0)
+    return safe_divide(centred.deviation_PG, divisor_P[:, None])
 
 
 def _over_batch_std(
@@ -86,8 +96,8 @@ def _over_batch_std(
     scale = across(jax.lax.pmin, scale_P.min(initial=1), axis_name)
     values_PG = values_PG * (scale / scale_P)[:, None]
     squares = across(jax.lax.psum, (values_PG * values_PG).sum(axis=1).sum(), axis_name)
-    std = root_mean(squares, across(jax.lax.psum, count_P.sum(), axis_name), ddof)
-    return safe_divide(values_PG, std + eps * scale)
+    count = across(jax.lax.psum, count_P.sum(), axis_name)
+    return safe_divide(values_PG, jnp.where(count > ddof, root_mean(squares, count, ddof) + eps * scale, 0))
 
 
 def grpo(x: Inputs, *, ddof: int = 1, eps: float = 1e-6, atol: float = 1e-6, rtol: float = 1e-6) -> Array:
@@ -96,7 +106,7 @@ def grpo(x: Inputs, *, ddof: int = 1, eps: float = 1e-6, atol: float = 1e-6, rto
     The paper names no ddof and no eps; the defaults are verl's.
     """
     stats, centred = centred_stats(x.rewards, x.live_PG, ddof)
-    return _where_signal(_standardised(centred, eps), stats, atol, rtol)
+    return _where_signal(_standardised(centred, stats.count, ddof, eps), stats, atol, rtol)
 
 
 def dr_grpo(x: Inputs, *, atol: float = 1e-6, rtol: float = 1e-6) -> Array:
@@ -121,7 +131,8 @@ def reinforce_pp(x: Inputs, *, ddof: int = 1, eps: float = 1e-6, atol: float = 1
     """
     rewards_PG, live_PG = live_rewards(x.rewards, x.live_PG)
     stats, centred = centred_stats(rewards_PG.reshape(1, -1), live_PG.reshape(1, -1), ddof, x.axis_name)
-    return _where_signal(_standardised(centred, eps), stats, atol, rtol).reshape(rewards_PG.shape)
+    advantages = _standardised(centred, stats.count, ddof, eps)
+    return _where_signal(advantages, stats, atol, rtol).reshape(rewards_PG.shape)
 
 
 def reinforce_pp_baseline(
@@ -144,7 +155,7 @@ def pass_at_k(x: Inputs, *, k: int = 4, atol: float = 1e-6, rtol: float = 1e-6) 
         sigma = sqrt(F (1 - F)),  A_positive = F / sigma,  A_negative = (F - C(m - 1, k - 1) / C(n - 1, k - 1)) / sigma
 
     where the last numerator is -F c / m. 0 where sigma is 0: no draw fails (m < k), or all do. With fewer live
-    rollouts than k the only draw is the whole group, so that sigma is 0 too: keep k at most the live count.
+    rollouts than k, or as many, the only draw is the whole group, so that sigma is 0 too: keep k below the live count.
     """
     rewards_PG, live_PG = live_rewards(x.rewards, x.live_PG)
     stats = group_stats(rewards_PG, live_PG)
@@ -221,7 +232,8 @@ def rl_zvp(
     shaped_PGT = jnp.where(right_P[:, None, None], alpha * entropy_PGT, 0)
     shaped_PGT = jnp.where(wrong_P[:, None, None], alpha * below_PGT, shaped_PGT)
     signal_P = has_signal(stats, atol=atol, rtol=rtol)
-    return jnp.where(signal_P[:, None, None], _standardised(centred, eps)[:, :, None], shaped_PGT)
+    grpo_PG = _standardised(centred, stats.count, ddof, eps)
+    return jnp.where(signal_P[:, None, None], grpo_PG[:, :, None], shaped_PGT)
 
 
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(

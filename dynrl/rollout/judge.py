@@ -78,6 +78,12 @@ class Judge:
         masks = [self.filter(group_stats(part, live_PG), part, live_PG) for part in parts]
         return functools.reduce(operator.or_, masks)
 
+    def keeps_singletons(self) -> bool:
+        """Whether the filter can keep a group of one rollout; a user's filter on the host is not asked."""
+        values_PG = np.array([[-1.0], [0.0], [0.5], [1.0]], np.float32)
+        rewards = values_PG[..., None] if self._per_component else values_PG
+        return self.filter.on_host or bool(np.any(self._filter_mask(values_PG, rewards, np.ones((4, 1), bool))))
+
     def host_mask(
         self, metric_PG: np.ndarray, rewards: np.ndarray, live_PG: np.ndarray, rows_P: np.ndarray
     ) -> np.ndarray:

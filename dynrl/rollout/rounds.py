@@ -59,7 +59,8 @@ class RoundsProducer:
         self._handed_over: list[Groups] = []
         self._scores: dict[int, Scores] = {}
         self._judged: list[JudgedGroups] = []
-        self._too_long: list[int] = []  # tickets of the round whose prompts do not fit
+        self._too_long: list[Ticket] = []  # of the round, whose prompts do not fit
+        self._skipped: list[Ticket] = []  # of the rounds since `take_skipped`
         self.secs = {"sampler": 0.0, "reward": 0.0, "backfill": 0.0}  # by phase, since `take_secs`
 
     @property
@@ -71,6 +72,11 @@ class RoundsProducer:
         """The groups judged since the last call, for metrics and the selector."""
         judged, self._judged = self._judged, []
         return judged
+
+    def take_skipped(self) -> list[Ticket]:
+        """The groups since the last call that were never generated: their prompts are too long."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
 
     def take_secs(self) -> dict[str, float]:
         """Seconds by phase since the last call."""
@@ -85,7 +91,7 @@ class RoundsProducer:
         for t, task in zip(tickets, tasks, strict=True):
             prompt = self._encode(task)
             if len(prompt) > limit and self._config.tasks.long_prompts == "skip":
-                self._too_long.append(t.ticket)
+                self._too_long.append(t)
             else:
                 requests.append(Request(t.ticket, t.task_id, t.visit, Purpose.TRAIN, prompt, g, self._params))
         self._sampler.submit(requests)
@@ -129,7 +135,8 @@ class RoundsProducer:
         judged = [self._judge_groups(groups) for groups in self._handed_over]
         self._judged += judged
         judgements = [*itertools.chain.from_iterable(j.judgements() for j in judged)]
-        judgements += [Judgement(t, Verdict.FAILED, "too_long") for t in self._too_long]
+        judgements += [Judgement(t.ticket, Verdict.FILTERED, "too_long") for t in self._too_long]
+        self._skipped += self._too_long
         self._tickets, self._tasks, self._handed_over, self._scores, self._too_long = {}, {}, [], {}, []
         return [GroupsJudged(tuple(sorted(judgements)))]
 

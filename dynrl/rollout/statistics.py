@@ -105,8 +105,8 @@ class RolloutStatistics:
         self._sums.add("train_batch/staleness/mean", (version - r["version"]).sum(), len(r))
         self._sums.count("backfill/carried_groups", (r["step"] < step).sum())
 
-    def long_prompts(self, num: int) -> None:
-        """Counts groups that were given up because their prompt is too long."""
+    def skipped(self, num: int) -> None:
+        """Counts groups that were dropped because their prompt is too long."""
         self._sums.count("rollout/long_prompts", num)
 
     def freed(self, records_N: np.ndarray) -> None:

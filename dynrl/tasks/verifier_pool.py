@@ -34,7 +34,9 @@ _TICK_SECS = 0.5
 class Pool:
     """The thread that owns the workers. Public methods may be called from any thread."""
 
-    def __init__(self, setup: Setup, *, num_workers: int, timeout_secs: float, max_attempts: int) -> None:
+    def __init__(
+        self, setup: Setup, *, num_workers: int, timeout_secs: float, max_attempts: int, max_consecutive_timeouts: int
+    ) -> None:
         self.changed = threading.Condition()  # guards the next five
         self.finished: list[tuple[int, Scores]] = []
         self.failure = ""
@@ -45,6 +47,8 @@ class Pool:
         self._num_workers = num_workers
         self._timeout_secs = timeout_secs
         self._max_attempts = max_attempts
+        self._max_consecutive_timeouts = max_consecutive_timeouts
+        self._timeouts_in_row = 0
         self._cwd = os.getcwd()
         self._paths = [path for path in sys.path if isinstance(path, str)]
         self._submitted: deque[Group] = deque()
@@ -275,6 +279,13 @@ class Pool:
         if index in group.verdicts:
             return
         group.verdicts[index] = verdict
+        self._timeouts_in_row = self._timeouts_in_row + 1 if verdict.status == Status.TIMEOUT else 0
+        if self._timeouts_in_row > self._max_consecutive_timeouts:
+            self._fail(
+                f"verifier {group.verifier!r} gave no verdict within {self._timeout_secs:g} s "
+                f"{self._timeouts_in_row} times in a row (at last on task {group.task.task_id}): mend it, or raise "
+                "reward.timeout_secs or reward.max_consecutive_timeouts"
+            )
         if verdict.error:
             where = f"verifier {group.verifier!r}, task {group.task.task_id}, rollout {index}"
             with self.changed:

@@ -49,6 +49,7 @@ class Verifiers:
         num_workers: int = 1,
         timeout_secs: float = 5.0,
         max_attempts: int = 3,
+        max_consecutive_timeouts: int = 32,
         memory_limit_mb: int | None = None,
         metrics: Sequence[str] = ("score",),
     ) -> None:
@@ -60,6 +61,8 @@ class Verifiers:
           timeout_secs: wall time for one rollout, after which its worker is killed.
           max_attempts: how often a rollout is tried whose worker dies, and how often in a row (per worker) a start
             may come to nothing.
+          max_consecutive_timeouts: rollouts in a row that may miss the deadline: more are the verifier's fault, and the
+            pool fails.
           memory_limit_mb: what a worker may allocate beyond its state after loading (Linux only). Without it, the
             system may kill a worker that uses too much, which counts as a crash.
           metrics: what every verifier must return: "score", or names of components.
@@ -79,6 +82,7 @@ class Verifiers:
             num_workers=num_workers,
             timeout_secs=timeout_secs,
             max_attempts=max_attempts,
+            max_consecutive_timeouts=max_consecutive_timeouts,
         )
         self._stop = weakref.finalize(self, self._pool.stop)  # also when forgotten, and at the interpreter's exit
         try:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,13 +31,20 @@ from dynrl.types import Array, Payload, Task
 TaskAt = Callable[[int], Task]  # a pure function of the index
 
 
-def cache_key(config: RunConfig, tokenizer_fingerprint: str) -> str:
-    """Hash of what determines the warm-started weights."""
+def cache_key(config: RunConfig, source: Mapping[str, Any], excluded: str, tokenizer_fingerprint: str) -> str:
+    """Hash of what determines the warm-started weights.
+
+    Args:
+      config: the run's.
+      source: what identifies the training tasks and their contents, JSON-able.
+      excluded: what identifies the evaluation tasks, which are left out.
+      tokenizer_fingerprint: the tokenizer's.
+    """
     content = {
         "model": dataclasses.asdict(config.model),
         "warm_start": {k: v for k, v in dataclasses.asdict(config.warm_start).items() if k != "cache"},
-        "source": [config.tasks.source, config.tasks.source_kwargs],
-        "evaluation": [config.evaluation.num_tasks, config.evaluation.seed],  # its tasks are left out
+        "source": dict(source),
+        "excluded": excluded,
         "lengths": [config.tasks.max_prompt_tokens, config.sampler.max_completion_tokens],
         "tokenizer": tokenizer_fingerprint,
         "seed": config.seed,

@@ -34,6 +34,16 @@ def test_grpo_dr_grpo_and_rloo(wrap):
 
 
 @WRAPS
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_without_a_degree_of_freedom_there_is_no_advantage(wrap, estimator):
+    """As many rollouts as ddof: the std is unknown, and dividing by eps alone would give 750,000."""
+    rewards, live = jnp.array([[1.0, 0, 0, 0]]), jnp.ones((1, 4), bool)
+    for ddof in (4, 5):
+        np.testing.assert_array_equal(run(wrap, rewards, live, estimator=estimator, ddof=ddof), np.zeros((1, 4)))
+    assert 0.8 < np.abs(run(wrap, rewards, live, estimator=estimator, ddof=3)).max() < 1  # 3/4 / sqrt(3/4)
+
+
+@WRAPS
 def test_reinforce_pp(wrap):
     # Live 3, 1, 1 | 1, 1 | 5: mean 2, squares 1+1+1+1+1+9 = 14 over 6, std (ddof 0) sqrt(7/3).
     rewards = jnp.array([[3.0, 1.0, 1.0], [1.0, 1.0, jnp.nan], [5.0, 9.0, 9.0], [9.0, 9.0, 9.0]])

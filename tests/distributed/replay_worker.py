@@ -248,7 +248,7 @@ def free(spec, folder):
         parts = witness.watch(build(from_mapping({**spec["config"], "num_steps": num_steps})), after_step)
         try:
             loop = Loop(parts, _path(folder / "run"), [witness])
-            with loop.stop_on_interrupt():
+            with loop.interrupt:
                 reason = loop.train()
             loop.books.close()
         finally:

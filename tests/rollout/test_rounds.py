@@ -286,17 +286,19 @@ def test_a_refused_prompt_names_ticket_and_task(mesh1, parts):
 
 
 @pytest.mark.parametrize("numbers", [(5, 123456, 6), (123456, 1234567)])
-def test_a_prompt_that_is_too_long_is_a_failed_group_where_it_may_be_skipped(mesh1, parts, numbers):
+def test_a_prompt_that_is_too_long_is_dropped_where_it_may_be_skipped(mesh1, parts, numbers):
     run = config(tasks={"max_prompt_tokens": 5, "long_prompts": "skip"})
     short = tuple(n for n in numbers if n < 10)
     sampler = ScriptedSampler(mesh1, [short] if short else [], {n: (f"{n}", "0") for n in numbers})
     events, producer = run_round(parts, sampler, ScriptedVerifiers(), numbers, run)
     assert [r.ticket for r in sampler.requests] == list(short)
     assert judgements(events) == [
-        Judgement(n, Verdict.KEPT, "mixed") if n in short else Judgement(n, Verdict.FAILED, "too_long")
+        Judgement(n, Verdict.KEPT, "mixed") if n in short else Judgement(n, Verdict.FILTERED, "too_long")
         for n in sorted(numbers)
     ]
     assert [t.ticket for j in producer.take_judged() for t in j.tickets] == list(short)
+    assert [t.ticket for t in producer.take_skipped()] == [n for n in numbers if n not in short]
+    assert producer.take_skipped() == []
 
 
 def test_a_prompt_that_cannot_be_encoded_names_task_and_source(mesh1, parts):

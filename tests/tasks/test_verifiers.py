@@ -236,6 +236,18 @@ def test_every_rollout_of_a_group_may_be_guilty(shared):
     assert [status.value for status in statuses] == expected.split()
 
 
+def test_a_verifier_that_never_answers_ends_the_pool_by_name():
+    with Verifiers({"s": "hostile:act"}, timeout_secs=0.1, max_consecutive_timeouts=3) as verifiers:
+        verifiers.submit(1, task(), ["loop", "good", "loop", "loop", "loop"])
+        assert [s.value for s in collect(verifiers)[0].statuses] == ["timeout", "ok", "timeout", "timeout", "timeout"]
+        verifiers.submit(2, task(), ["loop"])
+        with pytest.raises(
+            VerifierPoolError,
+            match=r"'hostile:act' gave no verdict within 0.1 s 4 times in a row .*raise reward.timeout_secs",
+        ):
+            collect(verifiers)
+
+
 def test_sources_have_their_own_verifier(shared):
     scores = judge(shared, "12", "13", "good", source="int")
     assert scores.statuses == (Status.OK, Status.OK, Status.UNPARSABLE)

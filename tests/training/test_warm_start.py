@@ -137,25 +137,29 @@ def test_a_stage_without_ramp(tiny_config, mesh1):
 
 
 def test_the_key_covers_what_determines_the_weights(tiny_config):
-    base = cache_key(tiny_config(), "t")
-    assert cache_key(tiny_config(), "t") == base
+    source, excluded = {"name": "s", "kwargs": {"sha256": "1"}}, "e"
+
+    def key(config, source=source, excluded=excluded, tokenizer="t"):
+        return cache_key(config, source, excluded, tokenizer)
+
+    base = key(tiny_config())
+    assert key(tiny_config()) == base
     matters = [
         {"model__width": 32}, {"model__activation": "relu"}, {"model__dtype": "bfloat16"}, {"seed": 1},
         {"warm_start__num_steps": 61}, {"warm_start__batch_size": 32}, {"warm_start__learning_rate": 1e-3},
-        {"warm_start__warmup_steps": 3}, {"tasks__source_kwargs": {"min_length": 3, "max_length": 4}},
-        {"tasks__max_prompt_tokens": 6}, {"sampler__max_completion_tokens": 7}, {"evaluation__num_tasks": 41},
-        {"evaluation__seed": 30_000_000},
+        {"warm_start__warmup_steps": 3}, {"tasks__max_prompt_tokens": 6}, {"sampler__max_completion_tokens": 7},
     ]  # fmt: skip
-    keys = [cache_key(tiny_config(**change), "t") for change in matters]
-    keys += [base, cache_key(tiny_config(), "other tokenizer")]
-    assert len(set(keys)) == len(matters) + 2
+    keys = [key(tiny_config(**change)) for change in matters]
+    keys += [base, key(tiny_config(), tokenizer="other"), key(tiny_config(), excluded="other tasks")]
+    keys.append(key(tiny_config(), {"name": "s", "kwargs": {"sha256": "2"}}))  # the same file, changed
+    assert len(set(keys)) == len(matters) + 4
     # What only changes the reinforcement learning after it, or where it runs, does not.
     other = [
         {"mesh__fsdp": 2}, {"mesh__tensor": 2}, {"num_steps": 7}, {"num_prompts_per_step": 16},
         {"train__learning_rate": 1e-5}, {"loss__estimator": "rloo"}, {"sampler__num_slots": 64},
         {"evaluation__every_steps": 3}, {"checkpoint__every_steps": 5}, {"reward__num_workers": 2},
     ]  # fmt: skip
-    assert {cache_key(tiny_config(**change), "t") for change in other} == {base}
+    assert {key(tiny_config(**change)) for change in other} == {base}
 
 
 def test_every_field_of_the_stage_has_been_thought_of():

@@ -8,6 +8,8 @@ As in the paper: no lower bound of the ratio, no KL, DAPO's dynamic sampling and
 Deviations from the paper:
 - It tunes the ratio's upper bound and does not print it; 1 + 2 here.
 - Four updates per batch instead of 16; batch, group size and learning rate are the task's.
+- The mean over tokens is the batch's; the paper takes one per group of completions, then their mean.
+- Gradients are clipped by their global norm, and Adam's betas are the task's.
 - The penalty spans the last fifth of the task's limit.
 - Surplus groups are carried, as in configs/dapo.py.
 """

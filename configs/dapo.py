@@ -11,6 +11,8 @@ Deviations from the paper:
   with an error.
 - One update per batch instead of 16 (train.num_minibatches); batch, group size and learning rate are the task's.
 - The penalty for overlong completions spans the last fifth of the task's limit (the paper: 4,096 of 20,480 tokens).
+- The mean over tokens is the batch's; the paper takes one per group of completions, then their mean.
+- Gradients are clipped by their global norm, and Adam's betas are the task's.
 - The sampler's and the trainer's log-probs are one model's here: the truncated importance weight is off, as published.
 """
 

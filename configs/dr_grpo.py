@@ -7,6 +7,7 @@ Deviations from the paper:
 - The constant that replaces a completion's length is sampler.max_completion_tokens, as in the paper's code; the paper's
   text leaves it open.
 - One update per batch; batch, group size and learning rate are the task's.
+- Gradients are clipped by their global norm, and Adam's betas are the task's.
 """
 
 from ml_collections import ConfigDict

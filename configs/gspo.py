@@ -8,6 +8,7 @@ Four updates per batch, as in the paper's experiments: with one, every ratio is 
 Deviations from the paper:
 - The gradient takes the paper's token form (GSPO-token, equation 14), which equals GSPO for one advantage per row.
 - Batch, group size and learning rate are the task's.
+- Gradients are clipped by their global norm, and Adam's betas are the task's.
 """
 
 from ml_collections import ConfigDict

@@ -8,6 +8,8 @@ Every group trains: one without signal by its tokens' entropies. So dynamic samp
 Deviations from the paper:
 - A group without signal counts as right when its rewards are above 0, so that graded rewards have a sign too.
 - Entropies are those of the weights being trained, without a gradient; later updates of a batch see newer ones.
+- The mean over tokens is the batch's; the paper takes one per group of completions, then their mean.
+- Gradients are clipped by their global norm, and Adam's betas are the task's.
 - Batch, group size and learning rate are the task's.
 """
 

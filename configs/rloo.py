@@ -10,6 +10,7 @@ Deviations from the paper:
 - KL to the reference is a term of the loss (k2, whose on-policy gradient is that of KL) and not of the reward, so that
   it stays out of the leave-one-out baseline.
 - Rewards come from a verifier and not from a reward model; batch, group size and learning rate are the task's.
+- Gradients are clipped by their global norm, and Adam's betas are the task's.
 """
 
 from ml_collections import ConfigDict

@@ -56,6 +56,7 @@ class Parts:
     train_step: Any
     compiles: CompileCounter
     warnings: list[str]  # of the configuration
+    padding_frac: float  # of evaluation prompts
 
     def close(self) -> None:
         """Ends the verifier workers."""
@@ -231,6 +232,7 @@ def build(config: RunConfig) -> Parts:
         train_step=train_step,
         compiles=compiles,
         warnings=warnings,
+        padding_frac=tasks.padding_frac,
     )
 
 
@@ -292,6 +294,7 @@ def describe(parts: Parts) -> list[str]:
         f"KV cache {parts.sampler.cache_bytes / 2**20:.1f} MiB, group buffer {parts.buffer.capacity} groups "
         f"({mib(parts.buffer.arrays)})",
         f"step: {b} groups of {g}, filter {parts.judge.filter.name}; sampler: {config.sampler.num_slots} rows at once",
-        f"source {parts.source.name}: {len(parts.store):,} training and {len(parts.eval_tasks):,} evaluation tasks",
+        f"source {parts.source.name}: {len(parts.store):,} training and {len(parts.eval_tasks):,} evaluation tasks, "
+        f"{parts.padding_frac:.0%} of whose prompts is padding",
         *(f"warning: {warning}" for warning in parts.warnings),
     ]

@@ -22,6 +22,7 @@ class Tasks:
     frozen: FrozenTasks
     verifiers: dict[str, str]  # by source name
     tokenizer: Tokenizer
+    padding_frac: float  # of the evaluation prompts, at max_prompt_tokens
 
 
 def make_tasks(config: RunConfig) -> Tasks:
@@ -46,13 +47,14 @@ def make_tasks(config: RunConfig) -> Tasks:
     store = named("tasks.source", TaskStore, source, config.seed, num_tasks, frozen.hashes)
     tokenizer = make_tokenizer(config.model.tokenizer, source, other)
     check_lengths(config, source)
-    longest = max(len(named("evaluation.source", tokenizer.encode, x.prompt)) for x in frozen.get(range(len(frozen))))
-    if longest > t.max_prompt_tokens:
+    lengths = [len(named("evaluation.source", tokenizer.encode, x.prompt)) for x in frozen.get(range(len(frozen)))]
+    if max(lengths) > t.max_prompt_tokens:
         raise ConfigError(
             f"config.tasks.max_prompt_tokens: {t.max_prompt_tokens} is too few for the evaluation tasks: the longest "
-            f"prompt has {longest} tokens"
+            f"prompt has {max(lengths)} tokens"
         )
-    return Tasks(source, store, frozen, choose_verifiers(config, source, other), tokenizer)
+    padding = 1 - sum(lengths) / (len(lengths) * t.max_prompt_tokens)
+    return Tasks(source, store, frozen, choose_verifiers(config, source, other), tokenizer, padding)
 
 
 def check_lengths(config: RunConfig, source: TaskSource) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import signal
 import tempfile
 
 os.environ["XLA_FLAGS"] = " ".join(
@@ -17,6 +18,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["DYNRL_CACHE"] = tempfile.mkdtemp(prefix="dynrl_test_cache_")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a session in a script's background; its children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax
 import pytest

@@ -1,11 +1,14 @@
 """From a configuration to the parts of a run: everything that `loop.py` then moves data through."""
 
+import dataclasses
+import math
 import os
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh
@@ -22,12 +25,14 @@ from dynrl.rollout.records import warm_up_gather
 from dynrl.rollout.rounds import RoundsProducer
 from dynrl.rollout.schedules import Rounds
 from dynrl.rollout.statistics import RolloutStatistics
-from dynrl.sampling.lockstep import LockstepSampler
+from dynrl.sampling.engine import SlotEngine
+from dynrl.sampling.memory import check_fits, slots_for_budget
+from dynrl.sampling.options import EngineOptions, cache_shape
 from dynrl.tasks.base import TaskSource
 from dynrl.tasks.selectors import Selector, VisitCounter, make_selector
 from dynrl.tasks.store import FrozenTasks, TaskStore
 from dynrl.tasks.verifiers import Verifiers
-from dynrl.training.state import TrainState, init_state, make_optimizer, state_shardings, with_params
+from dynrl.training.state import TrainState, abstract_state, init_state, make_optimizer, state_shardings, with_params
 from dynrl.training.step import jit_train_step
 from dynrl.training.warm_start import cache_key, cached_warm_start, warm_start
 
@@ -44,8 +49,7 @@ class Parts:
     selector: Selector
     visits: VisitCounter
     tokenizer: Tokenizer
-    sampler: LockstepSampler
-    eval_sampler: LockstepSampler
+    sampler: SlotEngine
     verifiers: Verifiers
     judge: Judge
     buffer: GroupBuffer
@@ -138,20 +142,50 @@ def check_algorithm(config: RunConfig) -> list[str]:
     )
 
 
-def make_sampler(config: RunConfig, mesh: Mesh, tokenizer: Tokenizer, num_samples: int) -> LockstepSampler:
-    """A sampler of `sampler.num_slots` rows for requests of `num_samples` completions."""
-    return LockstepSampler(
+def _bytes_per_device(shapes: Any, shardings: Any) -> int:
+    sizes = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, shapes, shardings)
+    return sum(jax.tree.leaves(sizes))
+
+
+def make_sampler(
+    config: RunConfig, mesh: Mesh, tokenizer: Tokenizer, shapes: TrainState, shardings: TrainState
+) -> SlotEngine:
+    """The slot engine, for training and evaluation. Raises ConfigError for one that does not fit beside training."""
+    params = _bytes_per_device(shapes.params, shardings.params)
+    train_bytes = _bytes_per_device(shapes, shardings) + params  # and gradients
+    weight_bytes = 2 * params * jnp.dtype(config.model.dtype).itemsize // 4  # the old ones stay while new ones come
+    c, g, shards = config.sampler, config.num_generations_per_prompt, sharding.num_row_shards(mesh)
+    options = EngineOptions(
+        num_slots=c.num_slots,
+        max_prompt_tokens=config.tasks.max_prompt_tokens,
+        max_completion_tokens=c.max_completion_tokens,
+        group_sizes=tuple({1, g}),
+        chunk_steps=c.chunk_steps,
+        refill_slots=c.refill_slots,
+        prefill_tokens=c.prefill_tokens,
+        kv_dtype=c.kv_dtype,
+    )
+    shape = cache_shape(config.model, options, shards)
+    if not c.num_slots:
+        slots = named("sampler.memory_budget_mb", slots_for_budget, shape, c.memory_budget_mb << 20, shards)
+        options = dataclasses.replace(options, num_slots=slots)
+    takes = {
+        "training": train_bytes,
+        "sampler's weights": weight_bytes,
+        "sampler": shape.engine_bytes(options.num_slots) // shards,
+    }
+    named("sampler.num_slots", check_fits, takes)
+    return named(
+        "sampler.num_slots",
+        SlotEngine,
         config.model,
         mesh,
-        num_groups=config.sampler.num_slots // num_samples,
-        num_samples=num_samples,
-        max_prompt_tokens=config.tasks.max_prompt_tokens,
-        max_completion_tokens=config.sampler.max_completion_tokens,
+        options,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
         vocab_size=tokenizer.vocab_size,
-        chunk_steps=config.sampler.chunk_steps,
         seed=config.seed,
+        decode=tokenizer.decode,
     )
 
 
@@ -203,13 +237,13 @@ def build(config: RunConfig) -> Parts:
     selector = named(
         "tasks.selector", make_selector, config.tasks.selector, seed=config.seed, **config.tasks.selector_kwargs
     )
-    sampler = named("sampler.num_slots", make_sampler, config, mesh, tokenizer, g)
-    eval_sampler = named("sampler.num_slots", make_sampler, config, mesh, tokenizer, 1)
     buffer = named("num_prompts_per_step", make_buffer, config, mesh)
     optimizer = make_optimizer(config.train, config.num_steps)
     reference = config.loss.kl_coef > 0
     shardings = state_shardings(config.model, tokenizer.vocab_size, optimizer, mesh, reference)
     train_step = jit_train_step(config, optimizer, mesh, shardings)
+    shapes = abstract_state(config.model, tokenizer.vocab_size, optimizer, reference)
+    sampler = make_sampler(config, mesh, tokenizer, shapes, shardings)
     verifiers = make_verifiers(config, tasks.verifiers)  # last of what can fail: it starts processes
     return Parts(
         config=config,
@@ -221,7 +255,6 @@ def build(config: RunConfig) -> Parts:
         visits=VisitCounter(),
         tokenizer=tokenizer,
         sampler=sampler,
-        eval_sampler=eval_sampler,
         verifiers=verifiers,
         judge=judge,
         buffer=buffer,
@@ -263,16 +296,14 @@ def run_warm_start(parts: Parts, log: Any) -> bool:
 
 def warm_up(parts: Parts) -> None:
     """Compiles every program of the run by running it on nothing: no rows, no groups, no update."""
-    for sampler in (parts.sampler, parts.eval_sampler):
-        sampler.update_weights(parts.state.params, 0)
-    parts.eval_sampler.warm_up()
-    batch = parts.buffer.warm_up(parts.sampler.warm_up())
-    g = parts.config.num_generations_per_prompt
-    num_slots = parts.config.sampler.num_slots
-    num_rewards = len(parts.config.loss.rewards)
-    parts.judge.warm_up(num_slots // g, g, num_rewards)
-    warm_up_gather(num_slots // g, g, num_rewards)
-    warm_up_gather(num_slots, 1)  # evaluation
+    g, num_rewards = parts.config.num_generations_per_prompt, len(parts.config.loss.rewards)
+    parts.sampler.update_weights(parts.state.params, 0)
+    parts.sampler.warm_up()
+    batch = parts.buffer.warm_up(parts.sampler.filler(g))
+    p = parts.sampler.groups_per_poll(g)
+    parts.judge.warm_up(p, g, num_rewards)
+    warm_up_gather(p, g, num_rewards)
+    warm_up_gather(parts.sampler.groups_per_poll(1), 1)  # evaluation
     sharding.any_process(False)
     parts.state, metrics = parts.train_step(parts.state, batch)
     jax.tree.map(np.asarray, metrics)
@@ -291,9 +322,9 @@ def describe(parts: Parts) -> list[str]:
     return [
         f"backend {jax.default_backend()}, {jax.device_count()} devices, {jax.process_count()} processes, mesh {shape}",
         f"policy {params:,} parameters ({mib(parts.state.params)}), optimizer {mib(parts.state.opt_state)}, "
-        f"KV cache {parts.sampler.cache_bytes / 2**20:.1f} MiB, group buffer {parts.buffer.capacity} groups "
-        f"({mib(parts.buffer.arrays)})",
-        f"step: {b} groups of {g}, filter {parts.judge.filter.name}; sampler: {config.sampler.num_slots} rows at once",
+        f"group buffer {parts.buffer.capacity} groups ({mib(parts.buffer.arrays)})",
+        f"sampler: {parts.sampler.describe()}",
+        f"step: {b} groups of {g}, filter {parts.judge.filter.name}",
         f"source {parts.source.name}: {len(parts.store):,} training and {len(parts.eval_tasks):,} evaluation tasks, "
         f"{parts.padding_frac:.0%} of whose prompts is padding",
         *(f"warning: {warning}" for warning in parts.warnings),

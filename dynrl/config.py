@@ -89,6 +89,9 @@ class EvaluationConfig:
     num_tasks: PositiveInt = 1024
     every_steps: NonNegativeInt = 50  # 0 = only before the first and after the last step
     temperature: NonNegativeFloat = 0.0  # 0 = greedy
+    top_k: NonNegativeInt = 0  # 0 = all; training samples from the whole distribution, which it recomputes
+    top_p: Annotated[float, "must lie above 0 and be at most 1", lambda x: 0 < x <= 1] = 1.0
+    min_p: Annotated[float, "must lie in 0 to 1", lambda x: 0 <= x <= 1] = 0.0
     pass_score: float = 1.0  # a completion with at least this score passes
     seed: NonNegativeInt = 20_000_000  # of the evaluation tasks
 
@@ -97,10 +100,15 @@ class EvaluationConfig:
 class SamplerConfig:
     """The decode engine."""
 
-    num_slots: PositiveInt = 128  # completions decoded together; a multiple of num_generations_per_prompt
+    num_slots: NonNegativeInt = 128  # completions decoded together; 0 = what memory_budget_mb holds
+    memory_budget_mb: NonNegativeInt = 0  # of the engine without weights, over all devices; with num_slots = 0
     max_completion_tokens: PositiveInt = 12
     temperature: PositiveFloat = 1.0
-    chunk_steps: PositiveInt = 16  # decode steps between two looks of the host
+    stop_strings: tuple[str, ...] = ()  # a completion ends with the token that completes one, in evaluation too
+    chunk_steps: PositiveInt = 16  # decode steps between two looks of the host, at most
+    refill_slots: NonNegativeInt = 0  # a chunk ends sooner when so many slots came free; 0 = a sixteenth of them
+    prefill_tokens: PositiveInt = 512  # of prompts of one length bucket, in one program and row shard
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"  # of the cache; auto = model.dtype
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,15 @@ def evaluate(
     """
     all_tasks = tasks.get(range(len(tasks)))
     sources = {task.source for task in all_tasks}
-    params = SamplingParams(config.evaluation.temperature, config.sampler.max_completion_tokens)
+    c = config.evaluation
+    params = SamplingParams(
+        c.temperature,
+        config.sampler.max_completion_tokens,
+        top_k=c.top_k,
+        top_p=c.top_p,
+        min_p=c.min_p,
+        stop_strings=config.sampler.stop_strings,
+    )
     # Negative tickets: evaluation is not in the ledger, and must not meet its numbers in the verifiers.
     by_ticket = {-1 - i: task for i, task in enumerate(all_tasks)}
     sampler.submit(
@@ -33,7 +41,7 @@ def evaluate(
     handed_over: list[Groups] = []
     scores: dict[int, Scores] = {}
     while sampler.num_in_flight:
-        groups = sampler.poll()
+        groups = sampler.poll(sampler.groups_per_poll(1))
         if groups is not None:
             handed_over.append(groups)
             submit_for_judgement(groups, by_ticket, tokenizer, verifiers)
@@ -46,7 +54,7 @@ def evaluate(
         for i in np.flatnonzero(groups.valid_P):
             score = float(records.score[i, 0]) if records.live[i, 0] else 0.0
             task = by_ticket[int(groups.tickets_P[i])]
-            passed = score >= config.evaluation.pass_score - 1e-6  # scores are float32
+            passed = score >= c.pass_score - 1e-6  # scores are float32
             sums.add("eval/main/pass_at_1", passed, 1)
             sums.add("eval/main/reward", score, 1)
             sums.add(f"eval/main/level/{task.level}", passed, 1)

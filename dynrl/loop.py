@@ -231,8 +231,8 @@ class Loop:
     def _evaluate(self) -> Row:
         """Frozen tasks -> sampler -> reward."""
         parts, begin = self.parts, time.perf_counter()
-        parts.eval_sampler.update_weights(parts.state.params, self.controller.version)
-        row = evaluate(self.config, parts.eval_tasks, parts.eval_sampler, parts.verifiers, parts.tokenizer)
+        row = evaluate(self.config, parts.eval_tasks, parts.sampler, parts.verifiers, parts.tokenizer)
+        self._counters = parts.sampler.counters  # evaluation's tokens are not the step's
         spent = time.perf_counter() - begin
         self._step_begin = getattr(self, "_step_begin", begin) + spent  # evaluation is not part of the step
         return {**row, "time/evaluation_secs": spent}
@@ -275,9 +275,8 @@ class Loop:
     def result(self, reason: str) -> RunResult:
         """Results, and the last lines of the run."""
         parts, rows = self.parts, self.books.rows()
-        parts.eval_sampler.update_weights(parts.state.params, self.controller.version)
         steps = f"{self.controller.step} of {self.config.num_steps}"
         summary = summarise(rows, self._workdir, reason, steps, self.books.generated_tokens, self._begin)
         for line in summary:
             self.books.progress.say(line)
-        return RunResult(parts.state.params, rows, parts.eval_sampler, parts.tokenizer, reason, summary)
+        return RunResult(parts.state.params, rows, parts.sampler, parts.tokenizer, reason, summary)

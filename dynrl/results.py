@@ -21,7 +21,7 @@ class RunResult:
     Attributes:
       params: the weights after the last step.
       metrics: the rows of metrics.jsonl.
-      policy: the evaluation sampler, holding those weights; one completion per request.
+      policy: the sampler, holding those weights; a request asks for 1 or num_generations_per_prompt completions.
       tokenizer: encodes its prompts and decodes its completions.
       reason: why the run ended.
       summary: its last lines.

@@ -44,7 +44,7 @@ class Purpose(enum.IntEnum):
 class Finish(enum.IntEnum):
     """How a rollout ended."""
 
-    STOP = 0  # emitted a stop token
+    STOP = 0  # emitted a stop token, or completed a stop string
     LENGTH = 1  # ran into max_completion_tokens
     FAILED = 2  # the sampler met non-finite logits
 
@@ -125,18 +125,35 @@ class Outcome(NamedTuple):
 class SamplingParams:
     """How to sample one request. All of it is data: a new value never recompiles.
 
+    Truncation acts in the field's order: temperature, top_k, top_p over what that leaves, min_p.
+
     Attributes:
       temperature: 0 is greedy.
-      max_tokens: completion tokens at most, the stop token included.
+      max_tokens: completion tokens at most, stop tokens and given ones (`extend`) included.
+      top_k: keeps the k most likely tokens; 0 keeps all.
+      top_p: keeps the fewest most likely tokens whose probabilities sum to it; 1 keeps all.
+      min_p: keeps tokens at least this share of the most likely one's probability; 0 keeps all.
+      stop_tokens: end a completion as the tokenizer's own stop token does, and belong to it.
+      stop_strings: a completion ends with the first token that completes one in its text.
+      ignore_eos: whether the tokenizer's own stop token is one like any other.
     """
 
     temperature: float = 1.0
     max_tokens: int = 16
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with `num_samples` completions to make. Its identity fixes its noise (law 6)."""
+    """One prompt with `num_samples` completions to make. Its identity fixes its noise (law 6).
+
+    With `multi_turn`, a rollout that ends keeps its slot until the caller extends or finishes it.
+    """
 
     ticket: int
     task_id: int
@@ -145,6 +162,7 @@ class Request:
     prompt: Sequence[int]
     num_samples: int
     params: SamplingParams
+    multi_turn: bool = False
 
 
 class Payload(NamedTuple):
@@ -158,7 +176,7 @@ class Payload(NamedTuple):
     tokens_PGT: Array  # int32
     logp_PGT: Array  # float32: log-probs of the distribution that was sampled from (behavior)
     mask_PGT: Array  # bool: tokens to train on (environment tokens are False)
-    version_PGT: Array  # int32: policy version that sampled the token, -1 in the padding
+    version_PGT: Array  # int32: policy version that sampled the token, -1 where it was given and in the padding
     length_PG: Array  # int32: completion tokens, the stop token included
     finish_PG: Array  # int32: Finish
 
@@ -180,6 +198,7 @@ class Groups:
     host_tokens_PGT: np.ndarray
     host_length_PG: np.ndarray
     host_finish_PG: np.ndarray
+    full_logp_PGT: Array | None = None  # float32: before truncation, after the temperature; where the sampler keeps it
 
 
 class TrainBatch(NamedTuple):
@@ -203,11 +222,18 @@ class Sampler(Protocol):
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. Raises ValueError, naming the ticket, for one that cannot be served; queues none then."""
+        """Queues requests. Raises ValueError, naming the ticket, for those that cannot be served; the others go on."""
         ...
 
-    def poll(self) -> Groups | None:
-        """Runs at most one chunk of decoding; returns the groups that finished in it, or None."""
+    def poll(self, min_groups: int = 1) -> Groups | None:
+        """Runs at most one chunk of decoding; returns finished groups of one size, or None.
+
+        As long as anything is left to decode, none come before `min_groups` are finished.
+        """
+        ...
+
+    def groups_per_poll(self, num_samples: int) -> int:
+        """P of the groups that a poll returns, for requests of so many samples."""
         ...
 
     def cancel(self, tickets: Sequence[int]) -> None:
@@ -215,5 +241,5 @@ class Sampler(Protocol):
         ...
 
     def update_weights(self, params: Any, version: int) -> None:
-        """Uses `params` for every group that starts after the call."""
+        """Uses `params` for every group that starts after the call, or for every token, as configured."""
         ...

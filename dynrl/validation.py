@@ -121,7 +121,7 @@ def _validate_loss(config: "RunConfig", require: Callable[[bool, str, str], None
 
 
 def _validate_shapes(config: "RunConfig", require: Callable[[bool, str, str], None]) -> None:
-    b, g, m, t = config.num_prompts_per_step, config.num_generations_per_prompt, config.model, config.train
+    b, m, t = config.num_prompts_per_step, config.model, config.train
     require(m.num_heads % m.num_kv_heads == 0, "model.num_heads", f"is no multiple of num_kv_heads = {m.num_kv_heads}")
     require(m.head_dim % 2 == 0, "model.head_dim", "must be even: RoPE rotates pairs")
     require(
@@ -129,11 +129,13 @@ def _validate_shapes(config: "RunConfig", require: Callable[[bool, str, str], No
         "num_prompts_per_step",
         f"is no multiple of train.num_minibatches * train.num_microbatches = {t.num_minibatches * t.num_microbatches}",
     )
+    s = config.sampler
     require(
-        config.sampler.num_slots % g == 0,
+        (s.num_slots > 0) != (s.memory_budget_mb > 0),
         "sampler.num_slots",
-        f"is no multiple of num_generations_per_prompt = {g}: a group's rollouts are decoded together",
+        f"and memory_budget_mb = {s.memory_budget_mb}: one of them must be 0, and the other not",
     )
+    require(all(s.stop_strings), "sampler.stop_strings", "holds an empty string")
 
 
 def _get(config: "RunConfig", key: str) -> Any:

@@ -69,7 +69,13 @@ WRONG = [
     ({"dynamic_sampling": {"filter_kwargs": 1}}, r"config\.dynamic_sampling\.filter_kwargs: expected a mapping, got 1"),
     ({"rollout_failure": {"min_live_per_group": 9}}, r"min_live_per_group: 9 exceeds num_generations_per_prompt = 8"),
     ({"train": {"num_minibatches": 3}}, r"config\.num_prompts_per_step: 64 is no multiple of train\.num_minibatches"),
-    ({"sampler": {"num_slots": 100}}, r"config\.sampler\.num_slots: 100 is no multiple of num_generations_per_prompt"),
+    ({"sampler": {"num_slots": 0}}, r"config\.sampler\.num_slots: 0 and memory_budget_mb = 0: one of them must be 0"),
+    ({"sampler": {"memory_budget_mb": 9}}, r"num_slots: 128 and memory_budget_mb = 9: one of them must be 0"),
+    ({"sampler": {"stop_strings": ("a", "")}}, r"config\.sampler\.stop_strings: .* holds an empty string"),
+    ({"sampler": {"kv_dtype": "int4"}}, r"config\.sampler\.kv_dtype: 'int4' is not one of"),
+    ({"evaluation": {"top_p": 0.0}}, r"config\.evaluation\.top_p: 0\.0 must lie above 0"),
+    ({"evaluation": {"min_p": 2.0}}, r"config\.evaluation\.min_p: 2\.0 must lie in 0 to 1"),
+    ({"sampler": {"top_p": 0.9}}, r"config\.sampler\.top_p: there is no such key"),  # training recomputes it all
 ]
 
 
@@ -137,8 +143,16 @@ WRONG_PARTS = [
         r"num_prompts_per_step: 12 groups per step are no multiple of the mesh's 8 row shards",
     ),
     (
-        {"sampler": {"num_slots": 16}},
-        r"sampler\.num_slots: the sampler decodes 4 groups at once, no multiple of the mesh's 8 row shards",
+        {"sampler": {"num_slots": 12}},
+        r"sampler\.num_slots: 12 slots are not a positive multiple of the mesh's 8 row shards .* use 16",
+    ),
+    (
+        {"model": {"num_layers": 32, "head_dim": 128}, "sampler": {"num_slots": 0, "memory_budget_mb": 1}},
+        r"sampler\.memory_budget_mb: 1\.0 MiB do not hold 8 slots: those take .* MiB",
+    ),
+    (
+        {"sampler": {"num_slots": 8_000_000}, "model": {"num_layers": 30, "head_dim": 128}},
+        r"sampler\.num_slots: .* MiB do not fit into the .* MiB of a device: training .* MiB, sampler .* MiB",
     ),
 ]
 

@@ -413,7 +413,7 @@ def config_file(config_of, tmp_path_factory):
         (["--config.num_stepz=3"], ["config.num_stepz", "num_steps"]),
         (["--config.loss.clip_hi=0.3"], ["config.loss.clip_hi", "loss.clip_high"]),
         (["--config.num_prompts_per_step=0"], ["config.num_prompts_per_step", "must be positive"]),
-        (["--config.sampler.num_slots=30"], ["config.sampler.num_slots", "multiple"]),
+        (["--config.sampler.num_slots=0"], ["config.sampler.num_slots", "memory_budget_mb"]),
         (["--config.num_steps=many"], ["num_steps"]),
         (["stray"], ["stray"]),
         (None, ["workdir"]),

@@ -6,8 +6,8 @@ program would split and merge a graph to get the same dict.
 
 Prompts are shared. The G rollouts of a group start from one prompt, so it is run once per group. In the train step
 its keys and values stay where they are (`prefix`) and all G rows attend to [prefix | own tokens]; in the sampler
-they are fanned out to the rows' caches, which decoding appends to. RoPE is applied before keys are stored, so only
-the position of a token matters, never the column it lies in.
+they are fanned out to the slots' caches, which decoding appends to: there, the token at position p lies in column p.
+RoPE is applied before keys are stored.
 """
 
 import typing
@@ -18,18 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from dynrl.config import ModelConfig
+from dynrl.models.kv import KV
 from dynrl.models.layers import INIT, Dense, RMSNorm, embed, rope
 from dynrl.types import Array
 
 Params = Any  # the nested dict of arrays that Linen makes
 _MASKED = -1e30  # finite, so that a query that may see nothing (padding) averages instead of giving NaN
-
-
-class KV(NamedTuple):
-    """Keys and values of one layer, [rows, kv_heads, length, head_dim]."""
-
-    k: Array
-    v: Array
 
 
 class Prefix(NamedTuple):
@@ -40,10 +34,10 @@ class Prefix(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The rows' own keys and values while decoding: a KV per layer, and the column to write next (scalar)."""
+    """The rows' own keys and values while decoding: a KV per layer, and each row's column to write next."""
 
     layers: Any  # tuple[KV, ...]
-    index: Array
+    start_R: Array
 
 
 def attend(q: Array, own: KV, own_mask: Array, prefix: KV | None, prefix_valid: Array) -> Array:
@@ -64,11 +58,10 @@ def attend(q: Array, own: KV, own_mask: Array, prefix: KV | None, prefix_valid: 
     rep = h // hkv
     q = (q * e**-0.5).reshape(r, tq, hkv, rep, e).transpose(0, 2, 3, 1, 4)  # [R, Hkv, rep, Tq, E]
     f32 = jnp.float32
-    scores = jnp.einsum("rhqe,rhke->rhqk", q.reshape(r, hkv, rep * tq, e), own.k, preferred_element_type=f32)
+    scores = own.scores(q.reshape(r, hkv, rep * tq, e))
     scores = jnp.where(own_mask[:, None, None], scores.reshape(r, hkv, rep, tq, -1), _MASKED)
     if prefix is None:
-        probs = jax.nn.softmax(scores, axis=-1).astype(own.v.dtype)
-        out = jnp.einsum("rhqk,rhke->rhqe", probs.reshape(r, hkv, rep * tq, -1), own.v)
+        out = own.average(jax.nn.softmax(scores, axis=-1).reshape(r, hkv, rep * tq, -1), q.dtype)
     else:
         p, _, length, _ = prefix.k.shape
         g = r // p
@@ -94,7 +87,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self, x: Array, positions: Array, mask: Array, prefix: KV | None, prefix_valid: Array, cache: KV | None,
-        index: Array,
+        start_R: Array,
     ) -> tuple[Array, KV]:  # fmt: skip
         """Returns the output [R, T, D] and the layer's own KV (the updated cache while decoding)."""
         c = self.config
@@ -109,8 +102,7 @@ class Attention(nn.Module):
         q, k = rope(q, positions, c.rope_base), rope(k, positions, c.rope_base)
         own = KV(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
         if cache is not None:
-            start = (0, 0, index, 0)
-            own = KV(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, own, strict=True)))
+            own = cache.write(own, start_R)
         out = attend(q, own, mask, prefix, prefix_valid)
         return Dense(c.width, c.dtype, name="o")(out), own
 
@@ -141,13 +133,13 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Array, positions: Array, mask: Array, prefix_valid: Array, index: Array,
+        self, x: Array, positions: Array, mask: Array, prefix_valid: Array, start_R: Array,
         prefix: KV | None, cache: KV | None,
     ) -> tuple[Array, KV]:  # fmt: skip
         """Returns the new residual stream and this layer's own KV."""
         c = self.config
         normed = RMSNorm(c.norm_eps, name="attn_norm")(x)
-        y, own = Attention(c, name="attn")(normed, positions, mask, prefix, prefix_valid, cache, index)
+        y, own = Attention(c, name="attn")(normed, positions, mask, prefix, prefix_valid, cache, start_R)
         x = x + y
         return x + MLP(c, name="mlp")(RMSNorm(c.norm_eps, name="mlp_norm")(x)), own
 
@@ -190,7 +182,7 @@ class Decoder(nn.Module):
             self.param("unembedding", INIT, (c.width, self.vocab_size))
         x = embed(embedding, tokens).astype(jnp.dtype(c.dtype))
         prefix_valid = None if prefix is None else prefix.valid_PL
-        index = None if cache is None else cache.index
+        start_R = None if cache is None else cache.start_R
         block = _block_class(c)
         if c.scan_layers:
             layers = nn.scan(
@@ -200,14 +192,14 @@ class Decoder(nn.Module):
                 in_axes=typing.cast(Any, (nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast, 0, nn.broadcast)),
                 length=c.num_layers,
             )(c, name="layers")
-            x, own = layers(x, positions, mask, prefix_valid, index, None if prefix is None else prefix.layers, None)
+            x, own = layers(x, positions, mask, prefix_valid, start_R, None if prefix is None else prefix.layers, None)
         else:
             own = []
             for i in range(c.num_layers):
                 layer_prefix = None if prefix is None else prefix.layers[i]
                 layer_cache = None if cache is None else cache.layers[i]
                 layer = block(c, name=f"layers_{i}")
-                x, kv = layer(x, positions, mask, prefix_valid, index, layer_prefix, layer_cache)
+                x, kv = layer(x, positions, mask, prefix_valid, start_R, layer_prefix, layer_cache)
                 own.append(kv)
             own = tuple(own)
         return RMSNorm(c.norm_eps, name="final_norm")(x), own

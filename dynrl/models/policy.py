@@ -1,11 +1,14 @@
 """The two uses of the decoder: log-probs of completions (training), and prefill and decode (sampling)."""
 
+import typing
+
 import jax
 import jax.numpy as jnp
 
 from dynrl.config import ModelConfig
 from dynrl.core import token_logprobs
 from dynrl.models.decoder import Cache, Decoder, Params, Prefix, prompt_inputs, unembed_DV
+from dynrl.models.kv import KV
 from dynrl.types import Array, Payload
 
 
@@ -62,55 +65,61 @@ def logits_of(hidden: Array, params: Params, config: ModelConfig) -> Array:
     return jnp.dot(hidden, unembed_DV(params, config).astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
-def prefill(
-    params: Params, prompt_PL: Array, length_P: Array, num_rows: int, columns: int, config: ModelConfig
-) -> tuple[Array, Cache]:
-    """Runs each prompt once and fans its keys and values out to the rows of its group.
+def prompt_kv(params: Params, tokens_PL: Array, length_P: Array, config: ModelConfig) -> tuple[KV, ...]:
+    """Runs right-padded tokens from position 0, for their keys and values only.
 
     Args:
       params: in the unrolled layout.
-      prompt_PL: left-padded prompts.
-      length_P: their lengths.
-      num_rows: N = P * G.
-      columns: what the cache holds behind the prompt.
+      tokens_PL: int32; what stands beyond a row's length is not read.
+      length_P: tokens of each row, 0 included.
       config: the architecture.
 
     Returns:
-      Float32 logits [P, V] after the last prompt token, and a cache of L + columns whose next column is L.
+      KV per layer, [P, kv_heads, L, head_dim]; zeros beyond the length.
     """
-    p, length = prompt_PL.shape
+    length = tokens_PL.shape[1]
+    columns = jnp.arange(length)
     decoder = Decoder(config, params["embedding"].shape[0])
-    positions, mask, _ = prompt_inputs(length_P, length)
-    hidden, layers = decoder.apply({"params": params}, prompt_PL, positions, mask)
-
-    def fan_out(x: Array) -> Array:
-        return jnp.pad(jnp.repeat(x, num_rows // p, axis=0), ((0, 0), (0, 0), (0, columns), (0, 0)))
-
-    cache = Cache(jax.tree.map(fan_out, layers), jnp.int32(length))
-    return logits_of(hidden[:, -1], params, config), cache
+    causal = (columns[:, None] >= columns[None, :])[None]
+    _, layers = decoder.apply({"params": params}, tokens_PL, jnp.broadcast_to(columns, tokens_PL.shape), causal)
+    valid = (columns[None] < length_P[:, None])[:, None, :, None]
+    return jax.tree.map(lambda x: jnp.where(valid, x, jnp.zeros((), x.dtype)), layers)
 
 
 def decode_step(
-    params: Params, token_N: Array, position_N: Array, valid_NC: Array, cache: Cache, config: ModelConfig
-) -> tuple[Array, Cache]:
-    """Feeds one token per row into column `cache.index`.
+    params: Params, token_R: Array, position_R: Array, layers: tuple[KV, ...], config: ModelConfig
+) -> tuple[Array, tuple[KV, ...]]:
+    """Feeds one token per row at its position, and predicts the next.
 
     Args:
       params: in the unrolled layout.
-      token_N: the tokens.
-      position_N: their positions, counted without padding.
-      valid_NC: bool, the cache columns that a row may see, the written one included.
-      cache: donated.
+      token_R: the tokens.
+      position_R: their positions, which are the cache's columns; at least the cache's length for a row to leave alone.
+      layers: the rows' caches, donated.
       config: the architecture.
 
     Returns:
-      Float32 logits [N, V], and the cache, one column longer.
+      Float32 logits [R, V], and the caches with the tokens' keys and values.
     """
+    hidden, layers = _extend(params, token_R[:, None], position_R, layers, config)
+    return logits_of(hidden[:, 0], params, config), layers
+
+
+def append(
+    params: Params, tokens_RE: Array, position_R: Array, layers: tuple[KV, ...], config: ModelConfig
+) -> tuple[KV, ...]:
+    """Feeds E tokens per row from its position on, as E decode steps would, for their keys and values only."""
+    return _extend(params, tokens_RE, position_R, layers, config)[1]
+
+
+def _extend(
+    params: Params, tokens_RE: Array, position_R: Array, layers: tuple[KV, ...], config: ModelConfig
+) -> tuple[Array, tuple[KV, ...]]:
+    positions = position_R[:, None] + jnp.arange(tokens_RE.shape[1])[None]
+    mask = jnp.arange(layers[0].k.shape[2])[None, None] <= positions[:, :, None]
     decoder = Decoder(config, params["embedding"].shape[0])
-    hidden, layers = decoder.apply(
-        {"params": params}, token_N[:, None], position_N[:, None], valid_NC[:, None], cache=cache
-    )
-    return logits_of(hidden[:, 0], params, config), Cache(layers, cache.index + 1)
+    out = decoder.apply({"params": params}, tokens_RE, positions, mask, cache=Cache(layers, position_R))
+    return typing.cast(tuple[Array, tuple[KV, ...]], out)
 
 
 def cast_floats(params: Params, dtype: str) -> Params:

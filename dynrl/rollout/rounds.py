@@ -53,7 +53,9 @@ class RoundsProducer:
         self._config = config
         self._sampler, self._verifiers, self._judge, self._buffer = sampler, verifiers, judge, buffer
         self._tokenizer, self._store = tokenizer, store
-        self._params = SamplingParams(config.sampler.temperature, config.sampler.max_completion_tokens)
+        c = config.sampler
+        self._params = SamplingParams(c.temperature, c.max_completion_tokens, stop_strings=c.stop_strings)
+        self._groups_per_poll = sampler.groups_per_poll(config.num_generations_per_prompt)
         self._tickets: dict[int, Ticket] = {}
         self._tasks: dict[int, Task] = {}
         self._handed_over: list[Groups] = []
@@ -108,7 +110,7 @@ class RoundsProducer:
         """One chunk of decoding, or a wait for verifiers; the round's events once all of it is judged."""
         begin = time.perf_counter()
         if self._sampler.num_in_flight:
-            groups = self._sampler.poll()
+            groups = self._sampler.poll(self._groups_per_poll)  # nothing is decided before the round is complete
             self.secs["sampler"] += time.perf_counter() - begin
             begin = time.perf_counter()
             events: list[GroupsGenerated | GroupsJudged] = []

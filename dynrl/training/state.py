@@ -99,9 +99,15 @@ def state_shardings(
     config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation, mesh: Mesh, reference: bool = False
 ) -> TrainState:
     """A TrainState of NamedSharding: optimizer moments and reference lie as their parameters do."""
+    return sharding.param_shardings(abstract_state(config, vocab_size, optimizer, reference), mesh)
+
+
+def abstract_state(
+    config: ModelConfig, vocab_size: int, optimizer: optax.GradientTransformation, reference: bool = False
+) -> TrainState:
+    """Shapes and dtypes of a TrainState, without its arrays."""
 
     def shapes(key: Array) -> TrainState:
         return fresh_state(init_params(config, vocab_size, key), optimizer, reference)
 
-    abstract = jax.eval_shape(shapes, jax.eval_shape(lambda: jax.random.key(0)))
-    return sharding.param_shardings(abstract, mesh)
+    return jax.eval_shape(shapes, jax.eval_shape(lambda: jax.random.key(0)))

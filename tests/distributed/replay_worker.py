@@ -41,11 +41,11 @@ class Recorder:
         self._task_of |= {r.ticket: r.task_id for r in requests}
         self._sampler.submit(requests)
 
-    def poll(self):
-        groups = self._sampler.poll()
+    def poll(self, min_groups=1):
+        groups = self._sampler.poll(min_groups)
         if groups is not None:
             payload = jax.tree.map(np.asarray, groups.payload)
-            for i in np.flatnonzero(groups.valid_P):
+            for i in np.flatnonzero(groups.valid_P & (groups.tickets_P >= 0)):  # evaluation has negative tickets
                 ticket = int(groups.tickets_P[i])
                 self.groups[ticket] = {"task_id": np.int64(self._task_of[ticket])}
                 self.groups[ticket] |= {name: x[i] for name, x in payload._asdict().items()}
@@ -56,7 +56,7 @@ class Recorder:
 
 
 class Replayer:
-    """A sampler that hands over recorded groups, P at a time, as global arrays."""
+    """A sampler that hands over recorded groups, P at a time, as global arrays; evaluation is sampled anew."""
 
     def __init__(self, sampler, mesh, num_rows, path):
         self._sampler, self._mesh, self._num_rows = sampler, mesh, num_rows
@@ -73,7 +73,7 @@ class Replayer:
 
     @property
     def num_in_flight(self):
-        return len(self._queue)
+        return len(self._queue) + self._sampler.num_in_flight
 
     @property
     def counters(self):
@@ -83,6 +83,9 @@ class Replayer:
         self._sampler.update_weights(params, version)
 
     def submit(self, requests):
+        if requests and requests[0].ticket < 0:
+            self._sampler.submit(requests)
+            return
         for request in requests:
             recorded = self._groups[request.ticket]
             assert recorded["task_id"] == request.task_id
@@ -92,15 +95,11 @@ class Replayer:
     def cancel(self, tickets):
         self._queue = [t for t in self._queue if t not in set(tickets)]
 
-    def poll(self):
+    def poll(self, min_groups=1):
         if not self._queue:
-            return None
+            return self._sampler.poll(min_groups)
         batch, self._queue = self._queue[: self._num_rows], self._queue[self._num_rows :]
         return self._hand_over(batch)
-
-    def warm_up(self):
-        self._sampler.warm_up()
-        return self._hand_over([])
 
     def _hand_over(self, batch):
         p = self._num_rows
@@ -218,7 +217,7 @@ def replay(spec, folder):
     config = from_mapping(spec["config"])
     shared = build(config)
     shared.verifiers.close()
-    num_rows = config.sampler.num_slots // config.num_generations_per_prompt
+    num_rows = shared.sampler.groups_per_poll(config.num_generations_per_prompt)
     result = {}
     for step in spec["steps"]:
         witness = Witness()

@@ -14,7 +14,7 @@ from dynrl.config import ConfigError, MeshConfig, ModelConfig
 from dynrl.models import sharding
 from dynrl.models.decoder import Decoder, init_params, prompt_inputs, stack_layers, unembed_DV, unstack_layers
 from dynrl.models.layers import embed, matmul
-from dynrl.models.policy import cast_floats, completion_logprobs, decode_step, logits_of, prefill
+from dynrl.models.policy import cast_floats, completion_logprobs, decode_step, logits_of, prompt_kv
 from dynrl.types import Payload
 
 VOCAB = 11
@@ -281,15 +281,14 @@ def test_decoding_equals_the_full_forward_pass():
     rows = np.concatenate([np.repeat(payload.prompt_PL, g, 0), payload.tokens_PGT.reshape(p * g, t)], 1)
     length_N = np.repeat(payload.prompt_length_P, g)
     want = np.asarray(forward(params, rows, length_N + t, c=c))
-    start, step = jax.jit(prefill, static_argnums=(3, 4, 5)), jax.jit(decode_step, static_argnums=5)
-    logits, cache = start(params, payload.prompt_PL, payload.prompt_length_P, p * g, t, c)
-    assert_close(np.repeat(logits, g, 0), want[:, length - 1])
-    columns = np.arange(length + t)
-    for i in range(t):
-        seen = (columns >= length - length_N[:, None]) & (columns <= length + i)
-        logits, cache = step(params, rows[:, length + i], length_N + i, seen, cache, c)
-        assert_close(logits, want[:, length + i])
-        assert int(cache.index) == length + i + 1
+    fill, step = jax.jit(prompt_kv, static_argnums=3), jax.jit(decode_step, static_argnums=4)
+    # The cache holds position p in column p: prompts on the left, all but their last tokens, which decoding feeds.
+    prompts = np.stack([np.roll(row, n - length) for row, n in zip(rows[:, :length], length_N, strict=True)])
+    layers = fill(params, prompts, length_N - 1, c)
+    layers = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 0), (0, t), (0, 0))), layers)
+    for i in range(t + 1):
+        logits, layers = step(params, rows[:, length - 1 + i], length_N - 1 + i, layers, c)
+        assert_close(logits, want[:, length - 1 + i])
 
 
 def test_a_sharded_model_equals_one_device(mesh222):

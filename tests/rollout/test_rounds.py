@@ -64,7 +64,10 @@ class ScriptedSampler:
 
     def update_weights(self, params, version): ...
 
-    def poll(self):
+    def groups_per_poll(self, num_samples):
+        return P
+
+    def poll(self, min_groups=1):
         tickets = self._polls.pop(0)
         if tickets is None:
             return None

@@ -147,10 +147,19 @@ class Bookkeeper:
             writer.close()
 
 
+def _overlaid(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with what they lack from `defaults`, group by group."""
+    both = {k: _overlaid(v, values[k]) for k, v in defaults.items() if isinstance(v, Mapping) and k in values}
+    return {**defaults, **values, **both}
+
+
 def check_same_config(old: Mapping[str, Any], config: RunConfig) -> None:
-    """Raises ConfigError when a run would be resumed with another configuration; more steps are fine."""
+    """Raises ConfigError when a run would be resumed with another configuration; more steps are fine.
+
+    A key that the run's dynrl did not know yet counts as its default.
+    """
     new = to_mapping(config)
-    changed = [k for k in changed_keys(old, new) if k not in _FREE_TO_CHANGE]
+    changed = [k for k in changed_keys(_overlaid(to_mapping(RunConfig()), old), new) if k not in _FREE_TO_CHANGE]
     if "num_steps" in changed and new["num_steps"] > old["num_steps"]:
         changed.remove("num_steps")
     if changed:

@@ -5,6 +5,7 @@ import pytest
 from ml_collections import ConfigDict
 from tiny import tiny_mapping
 
+from dynrl.bookkeeping import check_same_config
 from dynrl.build import build, check_algorithm
 from dynrl.build_tasks import make_tasks
 from dynrl.config import ConfigError, RunConfig, changed_keys, from_mapping, known_keys, to_mapping
@@ -237,3 +238,19 @@ def test_known_keys_cover_every_field():
     assert "train.learning_rate" in keys
     assert "num_steps" in keys
     assert len(keys) > len(dataclasses.fields(RunConfig))
+
+
+def test_a_run_resumes_with_keys_that_it_did_not_know():
+    config = from_mapping(tiny_mapping())
+    old = to_mapping(config)
+    del old["sampler"]["prefill_tokens"], old["warm_start"], old["compile_cache"]
+    old["warm_start"] = {"num_steps": 60, "batch_size": 64}
+    check_same_config(old, config)
+    for key, value in (("sampler__prefill_tokens", 99), ("tasks__source_kwargs", {"min_length": 3})):
+        changed = from_mapping(tiny_mapping(**{key: value}))
+        name = key.replace("__", ".")
+        with pytest.raises(ConfigError, match=rf"^config\.{name}.*: this workdir's run .* Changed: {name}"):
+            check_same_config(old, changed)
+    check_same_config(old, from_mapping(tiny_mapping(num_steps=10)))
+    with pytest.raises(ConfigError, match=r"^config\.num_steps"):
+        check_same_config(old, from_mapping(tiny_mapping(num_steps=1)))

@@ -1,18 +1,16 @@
 """From a configuration to the parts of a run: everything that `loop.py` then moves data through."""
 
-import dataclasses
-import math
 import os
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
+from dynrl.build_sampler import make_sampler
 from dynrl.build_tasks import make_tasks, named
 from dynrl.compile_counter import CompileCounter
 from dynrl.config import ConfigError, RunConfig
@@ -26,8 +24,6 @@ from dynrl.rollout.rounds import RoundsProducer
 from dynrl.rollout.schedules import Rounds
 from dynrl.rollout.statistics import RolloutStatistics
 from dynrl.sampling.engine import SlotEngine
-from dynrl.sampling.memory import check_fits, slots_for_budget
-from dynrl.sampling.options import EngineOptions, cache_shape
 from dynrl.tasks.base import TaskSource
 from dynrl.tasks.selectors import Selector, VisitCounter, make_selector
 from dynrl.tasks.store import FrozenTasks, TaskStore
@@ -139,53 +135,6 @@ def check_algorithm(config: RunConfig) -> list[str]:
     raise ConfigError(
         f"config.loss.estimator: {c.estimator!r} learns from groups without signal, which dynamic_sampling.enable = "
         "True drops: set it to False"
-    )
-
-
-def _bytes_per_device(shapes: Any, shardings: Any) -> int:
-    sizes = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, shapes, shardings)
-    return sum(jax.tree.leaves(sizes))
-
-
-def make_sampler(
-    config: RunConfig, mesh: Mesh, tokenizer: Tokenizer, shapes: TrainState, shardings: TrainState
-) -> SlotEngine:
-    """The slot engine, for training and evaluation. Raises ConfigError for one that does not fit beside training."""
-    params = _bytes_per_device(shapes.params, shardings.params)
-    train_bytes = _bytes_per_device(shapes, shardings) + params  # and gradients
-    weight_bytes = 2 * params * jnp.dtype(config.model.dtype).itemsize // 4  # the old ones stay while new ones come
-    c, g, shards = config.sampler, config.num_generations_per_prompt, sharding.num_row_shards(mesh)
-    options = EngineOptions(
-        num_slots=c.num_slots,
-        max_prompt_tokens=config.tasks.max_prompt_tokens,
-        max_completion_tokens=c.max_completion_tokens,
-        group_sizes=tuple({1, g}),
-        chunk_steps=c.chunk_steps,
-        refill_slots=c.refill_slots,
-        prefill_tokens=c.prefill_tokens,
-        kv_dtype=c.kv_dtype,
-    )
-    shape = cache_shape(config.model, options, shards)
-    if not c.num_slots:
-        slots = named("sampler.memory_budget_mb", slots_for_budget, shape, c.memory_budget_mb << 20, shards)
-        options = dataclasses.replace(options, num_slots=slots)
-    takes = {
-        "training": train_bytes,
-        "sampler's weights": weight_bytes,
-        "sampler": shape.engine_bytes(options.num_slots) // shards,
-    }
-    named("sampler.num_slots", check_fits, takes)
-    return named(
-        "sampler.num_slots",
-        SlotEngine,
-        config.model,
-        mesh,
-        options,
-        eos_id=tokenizer.eos_id,
-        pad_id=tokenizer.pad_id,
-        vocab_size=tokenizer.vocab_size,
-        seed=config.seed,
-        decode=tokenizer.decode,
     )
 
 

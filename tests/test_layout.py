@@ -35,7 +35,9 @@ ALLOWED = {
     "training": {"training", "models", "core", "types", "config"},
     "evaluation": {"rollout", "tasks", "models", "metrics", "types", "config"},
     "build_tasks": {"tasks", "models", "config", "types"},
+    "build_sampler": {"build_tasks", "sampling", "models", "training", "config"},
     "build": {
+        "build_sampler",
         "build_tasks",
         "core",
         "rollout",

@@ -75,7 +75,7 @@ class SlotEngine:
                 f"{s} slots are not a positive multiple of the mesh's {shards} row shards (data x fsdp): use "
                 f"{max(1, -(-s // shards)) * shards}"
             )
-        self._config, self._mesh, self._options, self._shards = config, mesh, options, shards
+        self._config, self._options, self._shards = config, options, shards
         self._eos_id, self._pad_id, self._decode = eos_id, pad_id, decode
         self._buckets = buckets(max(options.max_prompt_tokens - 1, 1))
         self._extend_buckets = buckets(options.max_extend_tokens) if options.max_extend_tokens else []
@@ -99,6 +99,7 @@ class SlotEngine:
         self._pending: tuple[Params, int] | None = None
         self._version = 0
         self._counters = {"tokens": 0, "slot_steps": 0, "prefill_tokens": 0, "failed_rollouts": 0}
+        self._owned = {g: sharding.owned_rows(mesh, self.groups_per_poll(g)) for g in self._limits.group_sizes}
         self._device = Device(config, mesh, options, self.shape, vocab_size=vocab_size, pad_id=pad_id, seed=seed)
 
     # ---- Sizes ----
@@ -409,7 +410,7 @@ class SlotEngine:
         )
         payload, full_logp = self._device.hand_over(num_samples, host)
         length_PG, finish_PG = host[:, -2 * num_samples : -num_samples], host[:, -num_samples:]
-        owned_P = sharding.owned_rows(self._mesh, len(valid_P))
+        owned_P = self._owned[num_samples]
 
         def fetch() -> Groups:
             return Groups(

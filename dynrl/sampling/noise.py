@@ -45,7 +45,7 @@ def _threefry(key: tuple[Array, Array], count: tuple[Array, Array]) -> tuple[Arr
     """Threefry-2x32 with 20 rounds (Salmon et al. 2011), arrays broadcast against each other.
 
     The numbers of jax.random, which are tested for. On a CPU jax runs its rounds as a loop of small programs; written
-    out, they become one, and a decode step of a small model takes a tenth less.
+    out, they become one, and the noise of 32 rows of 512 tokens takes less than half the time.
     """
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     a, b = count[0] + keys[0], count[1] + keys[1]

@@ -17,6 +17,7 @@ import dataclasses
 import heapq
 import json
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -200,15 +201,15 @@ def utilisation(args: argparse.Namespace) -> None:
         say(f"utilisation_of_{depth}_s_requests", c["tokens"] / c["slot_steps"], goal, **more)
         c = counted(rounds, partial(lockstep, rounds, batch, s))
         say(f"utilisation_of_{depth}_s_requests_lockstep", c["tokens"] / c["slot_steps"])
-        c = counted(engine, partial(keep_deep, engine, requests(lengths(64 * s, t)), depth * s))
+        c = counted(engine, partial(keep_deep, engine, requests(lengths(64 * s, t)), depth * s, s))
         say(f"utilisation_at_depth_{depth}_s", c["tokens"] / c["slot_steps"], goal)
 
 
-def keep_deep(engine: SlotEngine, batch: Sequence[Request], depth: int) -> None:
+def keep_deep(engine: SlotEngine, batch: Sequence[Request], depth: int, slots: int) -> None:
     """Keeps `depth` requests waiting until the batch is used up, then cancels the rest."""
     left, open_ = list(batch), set()
     while left:
-        more = depth + len(engine.arrays.state.slots.token_S) - engine.num_in_flight
+        more = depth + slots - engine.num_in_flight
         now, left = left[:more], left[more:]
         engine.submit(now)
         open_ |= {r.ticket for r in now}
@@ -301,7 +302,7 @@ class Peer:
         self, python: str, peer: str, config: ModelConfig, params: Any, slots: int, counts: Sequence[int]
     ) -> None:  # fmt: skip
         flat = {"/".join(k.key for k in path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
-        self._file = Path(f"/tmp/dynrl_peer_{peer}.npz")
+        self._file = Path(tempfile.mkstemp(suffix=".npz")[1])
         prompts = np.array([r.prompt for r in requests(counts)])
         np.savez(self._file, **flat, __prompts=prompts, __counts=np.array(counts))
         script = Path(__file__).parent / "peer_sampler.py"
@@ -402,7 +403,7 @@ def greedy(args: argparse.Namespace) -> None:
         for i in np.flatnonzero(groups.valid_P):
             ours[int(groups.tickets_P[i])] = groups.host_tokens_PGT[i, 0].tolist()
     flat = {"/".join(k.key for k in path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    file = Path("/tmp/dynrl_greedy.npz")
+    file = Path(tempfile.mkstemp(suffix=".npz")[1])
     np.savez(file, **flat)
     spec = json.dumps({**dataclasses.asdict(config), "prompts": prompts, "new": t, "vocab": VOCAB})
     script = str(Path(__file__).parent / "peer_sampler.py")

@@ -934,7 +934,7 @@ def test_a_checkpoint_in_mid_decode_goes_on_bitwise(mesh1, params, tmp_path):
         engine.arrays._replace(pending=engine.arrays.params),
     )
     fresh.load_state_dict(state, checkpointer.restore(tmp_path / "engine", like))
-    assert fresh.num_in_flight == 12 - (12 - len(want))
+    assert fresh.num_in_flight == len(want) > 0
     got = go_on(fresh)
     assert got.keys() == want.keys()
     for ticket in want:

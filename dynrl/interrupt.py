@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one ends a run at its next step, the second one at once."""
+"""Ctrl-C: during set-up it ends a run at once; then the first one ends it at its next step, the second one at once."""
 
 import os
 import signal
@@ -7,13 +7,15 @@ from typing import Any, Self
 
 
 class Interrupt:
-    """Within this context the first SIGINT only sets `requested`; the next one acts as it did before.
+    """Within this context every SIGINT is noted in `requested`.
 
-    Python calls signal handlers in its main thread: elsewhere this does nothing.
+    It raises KeyboardInterrupt, too, until `defer` is called; from then on the first one only asks for an end, and the
+    next one acts as it did before. Python calls signal handlers in its main thread: elsewhere this does nothing.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self._deferred = False
         self._previous: Any = None
 
     def __enter__(self) -> Self:
@@ -25,7 +27,19 @@ class Interrupt:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
 
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if one was asked for: what is raised within a finaliser or a callback is lost."""
+        if self.requested:
+            raise KeyboardInterrupt
+
+    def defer(self) -> None:
+        """Set-up is done: from now on steps are finished. Raises KeyboardInterrupt if one was asked for before."""
+        self._deferred = True
+        self.check()
+
     def _handle(self, signum: int, frame: Any) -> None:
         self.requested = True
+        if not self._deferred:
+            raise KeyboardInterrupt
         os.write(2, b"\ninterrupted: finishing the step; Ctrl-C again stops at once\n")  # print is not reentrant
         signal.signal(signal.SIGINT, self._previous)

@@ -61,9 +61,14 @@ def run(
       RunError: when a budget is used up, the verifiers' pool cannot go on, or the workdir cannot be had.
     """
     config = config if isinstance(config, RunConfig) else from_mapping(config)
-    with _run_errors(), closing(build_parts(config)) as parts, open_workdir(workdir, jax.process_index() == 0) as path:
-        loop = Loop(parts, path, callbacks)
-        with closing(loop.books), loop.interrupt:
+    with (
+        _run_errors(),
+        Interrupt() as interrupt,
+        closing(build_parts(config)) as parts,
+        open_workdir(workdir, jax.process_index() == 0) as path,
+    ):
+        loop = Loop(parts, path, callbacks, interrupt)
+        with closing(loop.books):
             return loop.result(loop.train())
 
 
@@ -79,13 +84,15 @@ def _run_errors() -> Iterator[None]:
 class Loop:
     """One run: the parts, the controller's state, and the books."""
 
-    def __init__(self, parts: Parts, workdir: epath.Path, callbacks: Sequence[MetricWriter]) -> None:
+    def __init__(
+        self, parts: Parts, workdir: epath.Path, callbacks: Sequence[MetricWriter], interrupt: Interrupt
+    ) -> None:  # fmt: skip
         self._begin = time.perf_counter()
         self._workdir = workdir
         self.parts, self.config = parts, parts.config
         self.controller = initial_state(parts.config)
         self.books = Bookkeeper(parts, self.controller, workdir, callbacks)
-        self.interrupt = Interrupt()  # of this process
+        self._interrupt = interrupt  # of this process
         self._stopping = False  # any process, as all of them know
         self._training_since: float | None = None
         self._start()
@@ -103,6 +110,7 @@ class Loop:
                 say(f"num_steps grew: train.lr_schedule = {self.config.train.lr_schedule!r} now decays to its new end")
         elif self.config.warm_start.num_steps:
             self._warm_start()
+        self._interrupt.check()
         compiles, begin = parts.compiles.count, time.perf_counter()
         warm_up(parts)
         say(f"compiled {parts.compiles.count - compiles} programs in {time.perf_counter() - begin:.1f} s")
@@ -110,12 +118,14 @@ class Loop:
         if not self.books.resumed:
             self.books.add_row({"run/step": 0, "run/version": 0, **self._evaluate()})
         parts.compiles.start()
+        self._interrupt.defer()
 
     def _warm_start(self) -> None:
         say, begin = self.books.progress.say, time.perf_counter()
         writers: list[JsonlWriter] = []  # opened when there is something to write: a cached warm start leaves the file
 
         def log(step: int, loss: float) -> None:
+            self._interrupt.check()
             say(f"warm start {step}/{self.config.warm_start.num_steps} loss {loss:.3f}")
             if jax.process_index() == 0:
                 if not writers:
@@ -201,7 +211,7 @@ class Loop:
         if (step + 1) % self.config.checkpoint.every_steps == 0:
             self._await_weights()  # the checkpoint's copy of the row is whole
             self.books.save()
-        self._stopping = any_process(self.interrupt.requested)
+        self._stopping = any_process(self._interrupt.requested)
         return self._advance(StopRequested("interrupted")) if self._stopping else commands
 
     def _await_weights(self) -> None:

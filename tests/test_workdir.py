@@ -46,8 +46,31 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 def test_the_first_interrupt_is_noted_and_the_second_one_acts():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt:  # noqa: PT012
+        interrupt.defer()
         assert not interrupt.requested
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupt.requested
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_of_set_up_acts_at_once():
+    with Interrupt() as interrupt:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.requested
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_of_set_up_that_a_finaliser_swallows_is_not_lost():
+    class Interrupted:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with Interrupt() as interrupt:
+        interrupt.check()
+        Interrupted()  # dies here, and Python drops what its finaliser raises
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.check()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.defer()

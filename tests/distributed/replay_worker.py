@@ -19,6 +19,7 @@ from run_helpers import row_hashes, wrap
 
 from dynrl.build import Parts, build
 from dynrl.config import from_mapping
+from dynrl.interrupt import Interrupt
 from dynrl.loop import Loop, run
 from dynrl.models import sharding
 from dynrl.rollout.rounds import RoundsProducer
@@ -246,7 +247,7 @@ def free(spec, folder):
         witness = Witness()
         parts = witness.watch(build(from_mapping({**spec["config"], "num_steps": num_steps})), after_step)
         try:
-            loop = Loop(parts, _path(folder / "run"), [witness])
+            loop = Loop(parts, _path(folder / "run"), [witness], Interrupt())
             with loop.interrupt:
                 reason = loop.train()
             loop.books.close()

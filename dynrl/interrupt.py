@@ -9,8 +9,9 @@ from typing import Any, Self
 class Interrupt:
     """Within this context every SIGINT is noted in `requested`.
 
-    It raises KeyboardInterrupt, too, until `defer` is called; from then on the first one only asks for an end, and the
-    next one acts as it did before. Python calls signal handlers in its main thread: elsewhere this does nothing.
+    It acts as it did before, too, until `defer` is called; from then on the first one only asks for an end, and the
+    next one acts. Where SIGINT is ignored, as in a script's background, it stays so. Python calls signal handlers in
+    its main thread: elsewhere this does nothing.
     """
 
     def __init__(self) -> None:
@@ -19,27 +20,28 @@ class Interrupt:
         self._previous: Any = None
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        previous = signal.getsignal(signal.SIGINT)
+        if callable(previous) and threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-
-    def check(self) -> None:
-        """Raises KeyboardInterrupt if one was asked for: what is raised within a finaliser or a callback is lost."""
-        if self.requested:
-            raise KeyboardInterrupt
+        self.restore()
 
     def defer(self) -> None:
-        """Set-up is done: from now on steps are finished. Raises KeyboardInterrupt if one was asked for before."""
+        """Set-up is done: from now on steps are finished."""
         self._deferred = True
-        self.check()
+
+    def restore(self) -> None:
+        """The steps are done: SIGINT acts as it did before."""
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
 
     def _handle(self, signum: int, frame: Any) -> None:
         self.requested = True
         if not self._deferred:
-            raise KeyboardInterrupt
+            self._previous(signum, frame)  # if what it raises is lost, in a finaliser or a callback, `requested` stays
+            return
         os.write(2, b"\ninterrupted: finishing the step; Ctrl-C again stops at once\n")  # print is not reentrant
-        signal.signal(signal.SIGINT, self._previous)
+        self.restore()

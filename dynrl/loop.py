@@ -69,7 +69,9 @@ def run(
     ):
         loop = Loop(parts, path, callbacks, interrupt)
         with closing(loop.books):
-            return loop.result(loop.train())
+            reason = loop.train()
+            interrupt.restore()
+            return loop.result(reason)
 
 
 @contextmanager
@@ -110,7 +112,7 @@ class Loop:
                 say(f"num_steps grew: train.lr_schedule = {self.config.train.lr_schedule!r} now decays to its new end")
         elif self.config.warm_start.num_steps:
             self._warm_start()
-        self._interrupt.check()
+        self._check_interrupt()
         compiles, begin = parts.compiles.count, time.perf_counter()
         warm_up(parts)
         say(f"compiled {parts.compiles.count - compiles} programs in {time.perf_counter() - begin:.1f} s")
@@ -119,13 +121,19 @@ class Loop:
             self.books.add_row({"run/step": 0, "run/version": 0, **self._evaluate()})
         parts.compiles.start()
         self._interrupt.defer()
+        self._check_interrupt()
+
+    def _check_interrupt(self) -> None:
+        """Ends set-up, on all processes, where one's KeyboardInterrupt was lost."""
+        if any_process(self._interrupt.requested):
+            raise KeyboardInterrupt
 
     def _warm_start(self) -> None:
         say, begin = self.books.progress.say, time.perf_counter()
         writers: list[JsonlWriter] = []  # opened when there is something to write: a cached warm start leaves the file
 
         def log(step: int, loss: float) -> None:
-            self._interrupt.check()
+            self._check_interrupt()
             say(f"warm start {step}/{self.config.warm_start.num_steps} loss {loss:.3f}")
             if jax.process_index() == 0:
                 if not writers:

@@ -62,15 +62,30 @@ def test_an_interrupt_of_set_up_acts_at_once():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_of_set_up_that_a_finaliser_swallows_is_not_lost():
+def test_an_interrupt_of_set_up_that_a_finaliser_swallows_is_noted():
     class Interrupted:
         def __del__(self):
             os.kill(os.getpid(), signal.SIGINT)
 
     with Interrupt() as interrupt:
-        interrupt.check()
         Interrupted()  # dies here, and Python drops what its finaliser raises
-        with pytest.raises(KeyboardInterrupt):
-            interrupt.check()
-        with pytest.raises(KeyboardInterrupt):
-            interrupt.defer()
+        assert interrupt.requested
+
+
+def test_whoever_handled_or_ignored_interrupts_still_does():
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *args: seen.append(args))
+    try:
+        with Interrupt() as interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert (len(seen), interrupt.requested) == (1, True)
+            interrupt.restore()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert len(seen) == 2
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with Interrupt() as interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not interrupt.requested
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

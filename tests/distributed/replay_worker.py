@@ -247,8 +247,8 @@ def free(spec, folder):
         witness = Witness()
         parts = witness.watch(build(from_mapping({**spec["config"], "num_steps": num_steps})), after_step)
         try:
-            loop = Loop(parts, _path(folder / "run"), [witness], Interrupt())
-            with loop.interrupt:
+            with Interrupt() as interrupt:
+                loop = Loop(parts, _path(folder / "run"), [witness], interrupt)
                 reason = loop.train()
             loop.books.close()
         finally:

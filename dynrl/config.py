@@ -106,7 +106,7 @@ class SamplerConfig:
     temperature: PositiveFloat = 1.0
     stop_strings: tuple[str, ...] = ()  # a completion ends with the token that completes one, in evaluation too
     chunk_steps: PositiveInt = 16  # decode steps between two looks of the host, at most
-    refill_slots: NonNegativeInt = 0  # a chunk ends sooner when so many slots came free; 0 = a sixteenth of them
+    refill_slots: NonNegativeInt = 0  # or sooner: slots that came free and nobody is prepared for; 0 = a sixteenth
     prefill_tokens: PositiveInt = 512  # of prompts of one length bucket, in one program and row shard
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"  # of the cache; auto = model.dtype
 

@@ -3,45 +3,38 @@
 The layouts are read in `programs.py`. Rows of a shard are together, so that the array splits as slots do.
 """
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from dynrl.sampling.noise import identity
 from dynrl.sampling.programs import ADMISSION_WIDTH
-from dynrl.sampling.slots import Admit, Extension, Group, Prefill
+from dynrl.sampling.slots import Extension, Group, Prefill, Rollout
 from dynrl.sampling.state import MAX_STOP_TOKENS
-from dynrl.types import Request
 
 
-def chunk_array(
-    control: Sequence[int], admitted: Sequence[Admit], num_slots: int, shards: int, eos_id: int
-) -> np.ndarray:
-    """For `programs.chunk`, [1 + S, ADMISSION_WIDTH + 1]: a row of control, then what each slot begins, if it does.
-
-    In the last column stand, for each shard, the slots that begin, first those, then others.
-    """
-    whole = np.zeros((1 + num_slots, ADMISSION_WIDTH + 1), np.int32)
-    whole[0, : len(control)] = control
-    host, local = whole[1:], num_slots // shards
-    count = [0] * shards
-    for slot, rollout, prefix_row in admitted:
-        request, row = rollout.group.request, rollout.group.rows[rollout.sample]
-        host[slot, :-1] = _admission(request, rollout.sample, prefix_row, row, eos_id)
-        shard, index = divmod(slot, local)
-        host[shard * local + count[shard], -1] = index
-        count[shard] += 1
-    return whole
+def chunk_array(control: Sequence[int], plan: Sequence[Iterable[Rollout]], per_shard: int, eos_id: int) -> np.ndarray:
+    """For `programs.chunk`, [1 + shards * per_shard, ADMISSION_WIDTH]: control, then who is next, by shard."""
+    host = np.zeros((1 + len(plan) * per_shard, ADMISSION_WIDTH), np.int32)
+    host[0, : len(control)] = control
+    for shard, rollouts in enumerate(plan):
+        rows = [_admission(r, eos_id) for r in rollouts]
+        if rows:
+            at = 1 + shard * per_shard
+            host[at : at + len(rows)] = np.array(rows, np.int64).astype(np.int32)  # those of 32 bits wrap
+    return host
 
 
-def _admission(request: Request, sample: int, prefix_row: int, row: int, eos_id: int) -> np.ndarray:
-    p = request.params
-    floats = np.array([p.temperature, p.top_p, p.min_p], np.float32).view(np.int32)
-    numbers = np.array(identity(request, sample), np.uint32).view(np.int32)
-    stop_ids = [*p.stop_tokens, *([] if p.ignore_eos else [eos_id])]
-    stop = stop_ids + [-1] * (MAX_STOP_TOKENS - len(stop_ids))
-    scalars = [1, prefix_row, row, request.prompt[-1], len(request.prompt) - 1, p.max_tokens]
-    return np.concatenate([scalars, numbers, [p.top_k], floats, stop], dtype=np.int32, casting="unsafe")
+def _admission(rollout: Rollout, eos_id: int) -> tuple[int, ...]:
+    group, request = rollout.group, rollout.group.request
+    p, row = request.params, group.rows[rollout.sample]
+    assert group.prefix_row is not None
+    stop_ids = (*p.stop_tokens, *(() if p.ignore_eos else (eos_id,)))
+    stop = stop_ids + (-1,) * (MAX_STOP_TOKENS - len(stop_ids))
+    floats = struct.unpack("3i", struct.pack("3f", p.temperature, p.top_p, p.min_p))
+    place = 1, request.multi_turn, group.prefix_row, row, request.prompt[-1], len(request.prompt) - 1, p.max_tokens
+    return *place, *identity(request, rollout.sample), p.top_k, *floats, *stop
 
 
 def prefill_array(planned: Sequence[Prefill], bucket: int, width: int, shards: int, num_prefix_rows: int) -> np.ndarray:

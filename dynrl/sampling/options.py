@@ -17,7 +17,8 @@ class EngineOptions:
       max_completion_tokens: T, the most that a request may ask for, given tokens included.
       group_sizes: what requests may ask for as `num_samples`; each compiles one small program.
       chunk_steps: decode steps between two looks of the host, at most.
-      refill_slots: a chunk ends sooner when so many slots came free and there is work for them; 0 = S / 16.
+      refill_slots: a chunk ends sooner when so many slots came free whose next rollouts the device was not told of, and
+        there are some; 0 = S / 16.
       prefill_tokens: tokens that one prefill runs at most, prompts of one length bucket.
       kv_dtype: of the cache; "auto" is the model's.
       weight_update: whether rollouts in flight finish on the weights they began with ("drain"), or go on with the new
@@ -56,20 +57,19 @@ def buckets(longest: int, smallest: int = 16) -> list[int]:
 
 
 def num_prefix_rows(options: EngineOptions) -> int:
-    """Prompts per shard that may wait for slots: what one prefill runs, while those of the one before are copied."""
+    """Prompts per shard that may wait for slots: what one prefill runs, while those of the one before still begin."""
     return 2 * max(1, options.prefill_tokens // buckets(max(options.max_prompt_tokens - 1, 1))[0])
 
 
 def cache_shape(config: ModelConfig, options: EngineOptions, shards: int) -> CacheShape:
     """Sizes of the arrays of an engine with these options on a mesh of so many row shards."""
     o = options
-    window = max(o.chunk_steps, o.max_extend_tokens)  # what one write of outputs may reach beyond the last token
     return CacheShape(
         model=config,
         kv_dtype=config.dtype if o.kv_dtype == "auto" else o.kv_dtype,
         columns=o.max_prompt_tokens + o.max_completion_tokens - 1,  # the last completion token is never fed
         max_prompt_tokens=max(o.max_prompt_tokens - 1, 1),
-        max_completion_tokens=o.max_completion_tokens + window,
+        max_completion_tokens=o.max_completion_tokens,
         num_prefix_rows=num_prefix_rows(o) * shards,
         largest_group=max(o.group_sizes),
         shards=shards,

@@ -14,7 +14,7 @@ from dynrl.config import ModelConfig
 from dynrl.models.decoder import Params
 from dynrl.models.kv import KV
 from dynrl.models.policy import append, decode_step, prompt_kv
-from dynrl.sampling.distribution import Settings, sample
+from dynrl.sampling.distribution import Draw, Settings, sample
 from dynrl.sampling.noise import rollout_keys
 from dynrl.sampling.slots import OPEN
 from dynrl.sampling.state import MAX_STOP_TOKENS, EngineState, Local, Outputs, Slots
@@ -27,28 +27,52 @@ ENVIRONMENT = -1  # in the place of a token's version: given, not sampled
 
 
 class Admission(NamedTuple):
-    """What the host writes into a slot that begins a rollout; all int32, floats as their bits."""
+    """A rollout that is next in turn for a slot; all int32, floats as their bits."""
 
     valid: Any
+    hold: Any
     prefix_row: Any
     row: Any
     token: Any
     position: Any
     limit: Any
-    identity: Any  # 5 numbers
+    identity: Any  # 5 numbers, the sample last
     top_k: Any
     floats: Any  # temperature, top_p, min_p
     stop: Any  # MAX_STOP_TOKENS numbers
 
 
-_ADMISSION_WIDTHS = (1, 1, 1, 1, 1, 1, 5, 1, 3, MAX_STOP_TOKENS)
+_ADMISSION_WIDTHS = (1, 1, 1, 1, 1, 1, 1, 5, 1, 3, MAX_STOP_TOKENS)
 ADMISSION_WIDTH = sum(_ADMISSION_WIDTHS)
 
 
-def _unpack(host_SF: Array) -> Admission:
+class Plan(NamedTuple):
+    """Who is next in turn for the slots of a row shard, in order; leading axis M."""
+
+    valid_M: Array  # bool, the first ones
+    prefix_row_M: Array  # int32
+    slots: Slots  # as they begin
+
+
+def _plan(seed: Array, host_MF: Array) -> Plan:
     ends = np.cumsum(_ADMISSION_WIDTHS)
-    parts = jnp.split(host_SF[:, : ends[-1]], ends[:-1], axis=1)
-    return Admission(*(x[:, 0] if x.shape[1] == 1 else x for x in parts))
+    parts = jnp.split(host_MF, ends[:-1], axis=1)
+    new = Admission(*(x[:, 0] if x.shape[1] == 1 else x for x in parts))
+    floats = jax.lax.bitcast_convert_type(new.floats, jnp.float32)
+    slots = Slots(
+        token_S=new.token,
+        position_S=new.position,
+        made_S=jnp.zeros_like(new.token),
+        limit_S=new.limit,
+        row_S=new.row,
+        active_S=jnp.ones_like(new.valid, bool),
+        free_S=jnp.zeros_like(new.valid, bool),
+        hold_S=new.hold > 0,
+        keys_S2=rollout_keys(seed, jax.lax.bitcast_convert_type(new.identity, jnp.uint32)),
+        settings=Settings(floats[:, 0], new.top_k, floats[:, 1], floats[:, 2]),
+        stop_SK=new.stop,
+    )
+    return Plan(new.valid > 0, new.prefix_row, slots)
 
 
 # ---- Filling slots ----
@@ -80,53 +104,51 @@ def prefill(
     return local(write, "kv kv rows -> kv")(prefix, new, host_PF[:, -1])
 
 
-def admit(
-    layers: tuple[KV, ...], prefix: tuple[KV, ...], slots: Slots, seed: Array, host_SF: Array, local: Local
-) -> tuple[tuple[KV, ...], Slots]:
-    """Begins rollouts in slots: copies the prompt's keys and values, and sets everything else.
+def fill(
+    layers: tuple[KV, ...], prefix: tuple[KV, ...], slots: Slots, plan: Plan, taken_1: Array, begun_M2: Array,
+    step: Array,
+) -> tuple[tuple[KV, ...], Slots, Array, Array]:  # fmt: skip
+    """Gives a row shard's free slots to the next in turn: copies the prompt's keys and values, sets everything else.
 
     Args:
-      layers: donated.
+      layers: changed in place.
       prefix: rows of prompts.
-      slots: donated.
-      seed: uint32 scalar.
-      host_SF: int32, an Admission for each slot; in the last column the slots to fill, first those, then others.
-      local: runs functions by row shard.
+      slots: of the shard.
+      plan: of the shard.
+      taken_1: int32, how many of the plan have begun.
+      begun_M2: int32, slot and step of those; -1 elsewhere.
+      step: int32 scalar, decode steps made in this chunk.
+
+    Returns:
+      Layers, slots, taken_1 and begun_M2.
     """
-    new = _unpack(host_SF)
-    valid_S = new.valid > 0
-    floats = jax.lax.bitcast_convert_type(new.floats, jnp.float32)
-    begun = Slots(
-        token_S=new.token,
-        position_S=new.position,
-        made_S=jnp.zeros_like(new.token),
-        limit_S=new.limit,
-        row_S=new.row,
-        active_S=valid_S,
-        finish_S=jnp.full_like(new.token, OPEN),
-        keys_S2=rollout_keys(seed, jax.lax.bitcast_convert_type(new.identity, jnp.uint32)),
-        settings=Settings(floats[:, 0], new.top_k, floats[:, 1], floats[:, 2]),
-        stop_SK=new.stop,
-    )
+    s, m, taken = slots.free_S.shape[0], plan.valid_M.shape[0], taken_1[0]
+    num = jnp.minimum(jnp.sum(slots.free_S, dtype=jnp.int32), jnp.sum(plan.valid_M, dtype=jnp.int32) - taken)
+    numbers = jnp.arange(s, dtype=jnp.int32)
 
-    def copy(
-        layers: tuple[KV, ...], prefix: tuple[KV, ...], valid_S: Array, order_S: Array, row_S: Array
-    ) -> tuple[KV, ...]:  # fmt: skip
-        # A loop over the slots that begin, not a scatter over all: few begin at once.
-        def one(i: Array, layers: tuple[KV, ...]) -> tuple[KV, ...]:
-            slot = order_S[i]
+    def begin() -> tuple[Slots, Array, Array]:
+        rank_S = jnp.cumsum(slots.free_S, dtype=jnp.int32) - 1
+        new_S = slots.free_S & (rank_S < num)
+        from_S = jnp.clip(taken + rank_S, 0, m - 1)
+        begun = jax.tree.map(lambda new, old: _where_rows(new_S, new[from_S], old), plan.slots, slots)
+        where_M2 = begun_M2.at[jnp.where(new_S, from_S, m)].set(
+            jnp.stack([numbers, jnp.full_like(numbers, step)], axis=1), mode="drop"
+        )
+        order_S = jnp.zeros_like(numbers).at[jnp.where(new_S, rank_S, s)].set(numbers, mode="drop")
+        return begun, where_M2, order_S
 
-            def fan_out(to: Array, source: Array) -> Array:
-                values = jax.lax.dynamic_slice_in_dim(source, row_S[slot], 1)
-                width = min(to.shape[2], source.shape[2])
-                return jax.lax.dynamic_update_slice(to, values[:, :, :width], (slot,) + (0,) * (to.ndim - 1))
+    slots, begun_M2, order_S = jax.lax.cond(num > 0, begin, lambda: (slots, begun_M2, slots.row_S))  # no order
 
-            return jax.tree.map(fan_out, layers, prefix)
+    # A loop over the slots that begin, not a scatter over all: few begin at once.
+    def copy(i: Array, layers: tuple[KV, ...]) -> tuple[KV, ...]:
+        def fan_out(to: Array, source: Array) -> Array:
+            values = jax.lax.dynamic_slice_in_dim(source, plan.prefix_row_M[taken + i], 1)
+            width = min(to.shape[2], source.shape[2])
+            return jax.lax.dynamic_update_slice(to, values[:, :, :width], (order_S[i],) + (0,) * (to.ndim - 1))
 
-        return jax.lax.fori_loop(0, valid_S.sum(dtype=jnp.int32), one, layers)
+        return jax.tree.map(fan_out, layers, prefix)
 
-    layers = local(copy, "kv kv rows rows rows -> kv")(layers, prefix, valid_S, host_SF[:, -1], new.prefix_row)
-    return layers, jax.tree.map(partial(_where_rows, valid_S), begun, slots)
+    return jax.lax.fori_loop(0, num, copy, layers), slots, (taken + num)[None], begun_M2
 
 
 def _where_rows(mask: Array, a: Array, b: Array) -> Array:
@@ -136,108 +158,141 @@ def _where_rows(mask: Array, a: Array, b: Array) -> Array:
 # ---- Decoding ----
 
 
-class Recorded(NamedTuple):
-    """What the steps of one chunk drew, [S, chunk steps]: written at one column a step, whatever the slots' lengths."""
+def decode(
+    params: Params, layers: tuple[KV, ...], slots: Slots, config: ModelConfig
+) -> tuple[tuple[KV, ...], Slots, Draw, Array]:
+    """One token more for every active slot.
 
-    tokens_SK: Array
-    logp_SK: Array
-    full_logp_SK: Array | None
+    Returns:
+      Layers, slots, what was drawn, and int32 [S]: the Finish of a rollout that ended, or OPEN.
+    """
+    s, columns = slots, layers[0].k.shape[2]
+    position_S = jnp.where(s.active_S, s.position_S, columns)  # beyond the last column: others write nothing
+    logits_SV, layers = decode_step(params, s.token_S, position_S, layers, config)
+    draw = sample(logits_SV, s.keys_S2, s.made_S, s.settings)
+    made_S = s.active_S & draw.finite_N
+    length_S = s.made_S + made_S
+    stop_S = made_S & jnp.any(draw.token_N[:, None] == s.stop_SK, axis=1)
+    full_S = made_S & (length_S >= s.limit_S)
+    finish_S = jnp.where(stop_S, Finish.STOP, jnp.where(full_S, Finish.LENGTH, OPEN))
+    slots = s._replace(
+        token_S=jnp.where(made_S, draw.token_N, s.token_S),
+        position_S=s.position_S + made_S,
+        made_S=length_S,
+        active_S=made_S & ~stop_S & ~full_S,
+        free_S=s.free_S | ((stop_S | full_S) & ~s.hold_S),  # one that failed is cleaned first
+    )
+    return layers, slots, draw, jnp.where(s.active_S & ~draw.finite_N, Finish.FAILED, finish_S)
+
+
+class Chunk(NamedTuple):
+    """What the steps of a chunk hand to each other."""
+
+    layers: tuple[KV, ...]
+    slots: Slots
+    outputs: Outputs
+    taken_D: Array  # see `fill`; by row shard
+    begun_M2: Array
+    tokens_SK: Array  # int32: what each step drew
+    finish_SK: Array  # int32: the Finish of a rollout that ended with that step, or OPEN
 
 
 def chunk(
     params: Params, state: EngineState, seed: Array, host: Array, config: ModelConfig, chunk_steps: int, local: Local
 ) -> tuple[EngineState, Array, Array]:
-    """Begins rollouts, then decodes until the step limit, until enough slots came free, or until none is active.
+    """Decodes; gives slots that are or come free to the next in turn, between any two steps.
+
+    Ends at the step limit, when enough slots came free that the plan has nobody for, or when nothing is left to do.
 
     Args:
       params: in the decode layout.
       state: donated.
       seed: uint32 scalar.
-      host: int32 [1 + S, ADMISSION_WIDTH + 1]; its first row holds the steps at most (up to chunk_steps), the slots
-        that must come free to end sooner, and the weights' version; the others an Admission for each slot.
+      host: int32 [1 + M, ADMISSION_WIDTH]; its first row holds the steps at most (up to chunk_steps), the slots that
+        must come free to end sooner, and the weights' version; the others an Admission each, those of a shard together.
       config: the architecture.
       chunk_steps: K.
       local: runs functions by row shard.
 
     Returns:
-      The state; int32 [2 * S + 1]: completion lengths, then Finish or OPEN, then the steps made; the drawn tokens
-      [S, K], of which a slot's first (its length now less its length before) count.
+      The state; int32 [S * K + 2 * M + 1]: Finish or OPEN by slot and step, slot (within its shard) and step at which
+      each of the plan began or -1, and the steps made; the drawn tokens [S, K].
     """
-    control = host[0]
-    started, first = admit(state.layers, state.prefix, state.slots, seed, host[1:], local)
-    free = jnp.sum(~first.active_S)
-    columns = state.layers[0].k.shape[2]
-    shape = (first.token_S.shape[0], chunk_steps)
-    zeros = jnp.zeros(shape, jnp.float32)
-    recorded = Recorded(jnp.zeros(shape, jnp.int32), zeros, None if state.outputs.full_logp_RT is None else zeros)
+    control, prefix, num_slots = host[0], state.prefix, state.slots.token_S.shape[0]
+    plan = _plan(seed, host[1:])
+    refill = local(fill, "kv kv rows rows rows rows all -> kv rows rows rows")
+    write = local(write_outputs, "rows rows rows rows -> rows")
 
-    def more(carry: tuple[Array, Any, Slots, Recorded]) -> Array:
-        i, _, slots, _ = carry
-        active = jnp.sum(slots.active_S)
-        return (i < control[0]) & (active > 0) & (shape[0] - active - free < control[1])
+    planned_D = jnp.sum(plan.valid_M.reshape(local.shards, -1), axis=1)
 
-    def body(carry: tuple[Array, Any, Slots, Recorded]) -> tuple[Array, Any, Slots, Recorded]:
-        i, layers, s, recorded = carry
-        position_S = jnp.where(s.active_S, s.position_S, columns)  # beyond the last column: others write nothing
-        logits_SV, layers = decode_step(params, s.token_S, position_S, layers, config)
-        draw = sample(logits_SV, s.keys_S2, s.made_S, s.settings)
-        values = Recorded(draw.token_N, draw.logp_N, None if recorded.full_logp_SK is None else draw.full_logp_N)
-        recorded = jax.tree.map(lambda r, x: jax.lax.dynamic_update_slice(r, x[:, None], (0, i)), recorded, values)
-        made_S = s.active_S & draw.finite_N
-        length_S = s.made_S + made_S
-        stop_S = made_S & jnp.any(draw.token_N[:, None] == s.stop_SK, axis=1)
-        full_S = made_S & (length_S >= s.limit_S)
-        finish_S = jnp.where(stop_S, Finish.STOP, jnp.where(full_S, Finish.LENGTH, s.finish_S))
-        return i + 1, layers, s._replace(
-            token_S=jnp.where(made_S, draw.token_N, s.token_S),
-            position_S=s.position_S + made_S,
-            made_S=length_S,
-            active_S=made_S & ~stop_S & ~full_S,
-            finish_S=jnp.where(s.active_S & ~draw.finite_N, Finish.FAILED, finish_S),
-        ), recorded  # fmt: skip
+    def free_and_left(slots: Slots, taken_D: Array) -> tuple[Array, Array]:
+        return jnp.sum(slots.free_S.reshape(local.shards, -1), axis=1), planned_D - taken_D
 
-    steps, layers, slots, recorded = jax.lax.while_loop(more, body, (jnp.int32(0), started, first, recorded))
-    version_SK = jnp.full(shape, control[2], jnp.int32)
-    drawn = Outputs(recorded.tokens_SK, recorded.logp_SK, version_SK, recorded.full_logp_SK)
-    outputs = local(write_windows, "rows rows rows rows rows -> rows")(
-        state.outputs, drawn, first.row_S, first.made_S, first.active_S
-    )
-    report = jnp.concatenate([slots.made_S, jnp.where(slots.active_S, OPEN, slots.finish_S), steps[None]])
-    return EngineState(layers, state.prefix, slots, outputs), report, recorded.tokens_SK
+    def nobody_for(slots: Slots, taken_D: Array) -> Array:
+        """Free slots that the plan has nobody for."""
+        free_D, left_D = free_and_left(slots, taken_D)
+        return jnp.sum(jnp.maximum(free_D - left_D, 0))
+
+    def more(carry: tuple[Array, Chunk]) -> Array:
+        i, c = carry
+        free_D, left_D = free_and_left(c.slots, c.taken_D)
+        work = jnp.any(c.slots.active_S) | jnp.any(jnp.minimum(free_D, left_D) > 0)
+        return (i < control[0]) & work & (nobody_for(c.slots, c.taken_D) - idle < control[1])
+
+    def body(carry: tuple[Array, Chunk]) -> tuple[Array, Chunk]:
+        i, c = carry
+        # Before the step, so that whoever begins makes a token: the weights may change after the last one.
+        layers, begun, taken_D, begun_M2 = refill(c.layers, prefix, c.slots, plan, c.taken_D, c.begun_M2, i)
+        layers, slots, draw, finish_S = decode(params, layers, begun, config)
+        full_logp = None if c.outputs.full_logp_RT is None else draw.full_logp_N
+        new = Outputs(draw.token_N, draw.logp_N, jnp.full_like(finish_S, control[2]), full_logp)
+        outputs = write(c.outputs, new, jnp.where(begun.active_S & draw.finite_N, begun.row_S, -1), begun.made_S)
+        record = partial(jax.lax.dynamic_update_slice, start_indices=(0, i))
+        tokens_SK, finish_SK = record(c.tokens_SK, draw.token_N[:, None]), record(c.finish_SK, finish_S[:, None])
+        return i + 1, Chunk(layers, slots, outputs, taken_D, begun_M2, tokens_SK, finish_SK)
+
+    zero, none_SK = jnp.int32(0), jnp.full((num_slots, chunk_steps), OPEN)
+    taken_D, begun_M2 = jnp.zeros(local.shards, jnp.int32), jnp.full((host.shape[0] - 1, 2), -1)
+    # Once outside of the loop, for a chunk of no steps.
+    layers, slots, taken_D, begun_M2 = refill(state.layers, prefix, state.slots, plan, taken_D, begun_M2, zero)
+    idle = nobody_for(slots, taken_D)
+    first = Chunk(layers, slots, state.outputs, taken_D, begun_M2, jnp.zeros_like(none_SK), none_SK)
+    steps, c = jax.lax.while_loop(more, body, (zero, first))
+    report = jnp.concatenate([c.finish_SK.ravel(), c.begun_M2.ravel(), steps[None]])
+    return EngineState(c.layers, prefix, c.slots, c.outputs), report, c.tokens_SK
 
 
-def write_windows(outputs: Outputs, new: Outputs, row_N: Array, column_N: Array, valid_N: Array) -> Outputs:
-    """Writes row i of `new` [N, K] at (row_N[i], column_N[i]); what lies beyond a rollout's length is written over."""
+def write_outputs(outputs: Outputs, new: Outputs, row_N: Array, column_N: Array) -> Outputs:
+    """Writes `new`, [N] or [N, E], to the rows from the columns on; nothing where a row is negative."""
 
-    def one(i: Array, outputs: Outputs) -> Outputs:
-        def write(out: Array, values: Array) -> Array:
-            window = jax.lax.dynamic_slice_in_dim(values, i, 1)
-            at = (row_N[i], column_N[i])
-            old = jax.lax.dynamic_slice(out, at, window.shape)
-            return jax.lax.dynamic_update_slice(out, jnp.where(valid_N[i], window, old), at)
+    def write(out: Array, values: Array) -> Array:
+        values = values.reshape(row_N.shape[0], -1)
+        row_N1 = jnp.where(row_N < 0, out.shape[0], row_N)[:, None]
+        column_NE = column_N[:, None] + jnp.arange(values.shape[1])[None]
+        return out.at[row_N1, column_NE].set(values, mode="drop")
 
-        return jax.tree.map(write, outputs, new)
-
-    return jax.lax.fori_loop(0, row_N.shape[0], one, outputs)
+    return jax.tree.map(write, outputs, new)
 
 
 # ---- What happens to single slots between chunks ----
 
 
 def stop(slots: Slots, host_S4: Array) -> Slots:
-    """Ends rollouts: cancelled, or cut to fewer tokens because their text holds a stop string.
+    """Ends rollouts, or what a slot held after its rollout's end.
+
+    Cancelled, cut to fewer tokens because their text holds a stop string, finished by the caller, or failed.
 
     Args:
       slots: donated.
-      host_S4: int32: whether to end, completion length, last token, Finish.
+      host_S4: int32: whether to end, completion length, last token, whether the slot is free from now on.
     """
-    end_S, made_S, token_S, finish_S = (host_S4[:, i] for i in range(4))
+    end_S, made_S, token_S, free_S = (host_S4[:, i] for i in range(4))
     ended = slots._replace(
         token_S=token_S,
         position_S=slots.position_S - (slots.made_S - made_S),
         made_S=made_S,
         active_S=jnp.zeros_like(slots.active_S),
-        finish_S=finish_S,
+        free_S=free_S > 0,
     )
     return jax.tree.map(partial(_where_rows, end_S > 0), ended, slots)
 
@@ -282,7 +337,6 @@ def extend(params: Params, state: EngineState, host_PF: Array, config: ModelConf
         made_S=s.made_S + count_P,
         limit_S=limit_P,
         active_S=count_P > 0,
-        finish_S=jnp.full_like(s.finish_S, OPEN),
     )
 
     def put(tree: Any, new: Any, slot_P: Array) -> Any:
@@ -298,8 +352,8 @@ def extend(params: Params, state: EngineState, host_PF: Array, config: ModelConf
         layers=local(put, "kv kv rows -> kv")(state.layers, layers, slot_P),
         prefix=state.prefix,
         slots=local(put, "rows rows rows -> rows")(state.slots, extended, slot_P),
-        outputs=local(write_windows, "rows rows rows rows rows -> rows")(
-            state.outputs, given, s.row_S, s.made_S, slot_P >= 0
+        outputs=local(write_outputs, "rows rows rows rows -> rows")(
+            state.outputs, given, jnp.where(slot_P >= 0, s.row_S, -1), s.made_S
         ),
     )
 
@@ -307,16 +361,13 @@ def extend(params: Params, state: EngineState, host_PF: Array, config: ModelConf
 # ---- Handing over ----
 
 
-def hand_over(
-    outputs: Outputs, host_PF: Array, g: int, longest: int, pad_id: int, local: Local
-) -> tuple[Payload, Array | None]:
+def hand_over(outputs: Outputs, host_PF: Array, g: int, pad_id: int, local: Local) -> tuple[Payload, Array | None]:
     """Whole groups as training needs them, and the full-distribution log-probs where they are kept.
 
     Args:
       outputs: stays.
       host_PF: int32 [P, L + 1 + 3 * G]: prompt, its length, then each rollout's row, completion length and Finish.
       g: G.
-      longest: T.
       pad_id: fills completions on the right.
       local: runs functions by row shard.
     """
@@ -324,10 +375,10 @@ def hand_over(
     row_PG, length_PG, finish_PG = rest[:, :g], rest[:, g : 2 * g], rest[:, 2 * g :]
 
     def gather(outputs: Outputs, row_PG: Array) -> Outputs:
-        return jax.tree.map(lambda x: x[row_PG, :longest], outputs)
+        return jax.tree.map(lambda x: x[row_PG], outputs)
 
     found = local(gather, "rows rows -> rows")(outputs, row_PG)
-    made_PGT = jnp.arange(longest)[None, None] < length_PG[:, :, None]
+    made_PGT = jnp.arange(outputs.tokens_RT.shape[1])[None, None] < length_PG[:, :, None]
     version_PGT = jnp.where(made_PGT, found.version_RT, -1)
     sampled_PGT = version_PGT != ENVIRONMENT
     payload = Payload(

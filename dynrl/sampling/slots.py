@@ -1,8 +1,9 @@
 """Who is in which slot: the slot engine's books, in plain Python, without JAX.
 
-Requests wait in a queue; those next in turn have their prompts prefilled and become groups that wait for slots; a
-group takes slots as they come free, the first in the queue first, and holds an output row per rollout until it is
-handed over. Everything here is by row shard, since a group never leaves the one it was given to.
+Requests wait in a queue; those next in turn have their prompts prefilled and become groups that wait for slots. Which
+of their rollouts are next is planned for each chunk of decode steps; the device gives them slots as those come free,
+in that order, and says afterwards which. A group holds an output row per rollout from the plan until it is handed
+over. Everything here is by row shard, since a group never leaves the one it was given to.
 """
 
 import copy
@@ -23,8 +24,8 @@ class Group:
     request: Request
     shard: int
     prefix_row: int | None  # while samples wait for slots
-    rows: list[int] = field(default_factory=list)  # given with the first slot
-    num_admitted: int = 0
+    rows: list[int] = field(default_factory=list)  # from the first plan on
+    num_begun: int = 0
     length: list[int] = field(default_factory=list)
     finish: list[int] = field(default_factory=list)
     cancelled: bool = False
@@ -53,14 +54,6 @@ class Prefill(NamedTuple):
     prefix_row: int
 
 
-class Admit(NamedTuple):
-    """One rollout that begins in a slot."""
-
-    slot: int  # counted over all shards
-    rollout: Rollout
-    prefix_row: int
-
-
 class Extension(NamedTuple):
     """Given tokens for a rollout that ended a turn."""
 
@@ -81,14 +74,17 @@ class SlotTable:
 
     def __init__(self, num_slots: int, shards: int, num_rows: int, num_prefix_rows: int) -> None:
         self.slots_per_shard = num_slots // shards
+        self.max_planned = 2 * self.slots_per_shard  # of a shard, at most: each slot's next rollout, and another one
         self.num_prefix_rows = num_prefix_rows
         self.slots: list[Rollout | None] = [None] * num_slots
         self.queue: deque[Request] = deque()
-        self.waiting: list[deque[Group]] = [deque() for _ in range(shards)]  # prefilled, not all in slots
+        self.waiting: list[deque[Group]] = [deque() for _ in range(shards)]  # prefilled, not all begun
+        self.planned: list[deque[Rollout]] = [deque() for _ in range(shards)]  # for the present chunk
         self.groups: dict[int, Group] = {}  # prefilled and not handed over, by ticket
         self.complete: deque[Group] = deque()
-        self._all_admitted: list[Group] = []  # by the present plan
-        self._free_slots = [list(range(self.slots_per_shard))[::-1] for _ in range(shards)]
+        self._cancelled: list[Group] = []  # that still hold rows
+        self._short_of_rows = [False] * shards  # whether the plan ends for want of them
+        self._num_free = [self.slots_per_shard] * shards
         self._free_rows = [list(range(num_rows))[::-1] for _ in range(shards)]
         self._free_prefix = [list(range(num_prefix_rows))[::-1] for _ in range(shards)]
 
@@ -105,17 +101,20 @@ class SlotTable:
     @property
     def begun(self) -> bool:
         """Whether any rollout has begun and is not over, or its group has samples that have not begun."""
-        return any(r is not None for r in self.slots) or any(g.rows for queue in self.waiting for g in queue)
+        return any(r is not None for r in self.slots) or bool(self.partly_begun())
 
     @property
     def has_work(self) -> bool:
-        """Whether a slot that comes free would be filled; not while the next group in turn lacks output rows."""
-        blocked = [
-            w and not w[0].rows and len(f) < w[0].request.num_samples
-            for w, f in zip(self.waiting, self._free_rows, strict=True)
-        ]
-        idle = self.queue and not all(self.waiting)
-        return bool(idle) or any(w and not b for w, b in zip(self.waiting, blocked, strict=True))
+        """Whether there would be more for a slot that comes free when all that is planned has begun.
+
+        Perhaps not before groups are handed over and free their rows, but then the host has to look for that.
+        """
+        return bool(self.queue) or any(self._num_waiting(i) > len(planned) for i, planned in enumerate(self.planned))
+
+    @property
+    def may_decode(self) -> bool:
+        """Whether any slot decodes, or would with the plan."""
+        return self.num_active > 0 or any(p and free for p, free in zip(self.planned, self._num_free, strict=True))
 
     def tickets(self) -> set[int]:
         """Of everything that is open."""
@@ -123,23 +122,30 @@ class SlotTable:
 
     @property
     def prefix_is_full(self) -> bool:
-        """Whether a shard has free slots and nobody waiting, but no prefix row for the queue's next prompt."""
-        rows = zip(self._free_slots, self.waiting, self._free_prefix, strict=True)
-        return bool(self.queue) and any(slots and not waiting and not free for slots, waiting, free in rows)
+        """Whether a shard has more free slots than planned rollouts, for want of a prefix row for the next prompt."""
+        return bool(self.queue) and any(
+            not free and not short and self._num_free[shard] > len(self.planned[shard])
+            for shard, (free, short) in enumerate(zip(self._free_prefix, self._short_of_rows, strict=True))
+        )
+
+    def _num_waiting(self, shard: int) -> int:
+        """Rollouts whose prompts are prefilled."""
+        return sum(g.request.num_samples - g.num_begun for g in self.waiting[shard])
 
     # ---- Filling ----
 
     def plan_prefill(self, bucket_of: Callable[[Request], int], width_of: Callable[[int], int]) -> list[Prefill]:
         """Takes prompts of one length bucket from the queue, the first one's, as many as one program runs.
 
-        Only when a shard has free slots and nobody waiting, but then as many as there is room for, for all shards:
-        what is prefilled ahead fills the program's rows, and the next free slots need not wait.
+        So that every slot has a rollout, and another one to follow it. What is prefilled ahead waits until it fills
+        the program's rows, and then goes to all shards that have room.
         """
-        hungry = any(free and not self.waiting[i] for i, free in enumerate(self._free_slots))
-        if not self.queue or not hungry:
+        if not self.queue:
             return []
         bucket = bucket_of(self.queue[0])
         width = width_of(bucket)
+        if not any(self._needs_prefill(shard, width) for shard in range(len(self.waiting))):
+            return []
         room = [min(width, len(free)) for free in self._free_prefix]
         planned: list[Prefill] = []
         passed: list[Request] = []
@@ -159,38 +165,50 @@ class SlotTable:
         self.queue.extendleft(reversed(passed))
         return planned
 
-    def _load(self, shard: int) -> tuple[int, int]:
-        waiting = sum(g.request.num_samples - g.num_admitted for g in self.waiting[shard])
-        return waiting - len(self._free_slots[shard]), shard
+    def _needs_prefill(self, shard: int, width: int) -> bool:
+        waiting, free = self._num_waiting(shard), self._num_free[shard]
+        room = len(self._free_prefix[shard])
+        return room > 0 and (waiting < free or (room >= width and waiting < free + self.slots_per_shard))
 
-    def plan_admission(self) -> list[Admit]:
-        """Gives free slots to waiting rollouts, in order."""
-        planned: list[Admit] = []
+    def _load(self, shard: int) -> tuple[int, int]:
+        return self._num_waiting(shard) - self._num_free[shard], shard
+
+    def plan(self) -> None:
+        """Plans which waiting rollouts are next, in order."""
         for shard, waiting in enumerate(self.waiting):
-            free = self._free_slots[shard]
-            while waiting and free:
-                group, g = waiting[0], waiting[0].request.num_samples
+            planned: deque[Rollout] = deque()
+            self.planned[shard], self._short_of_rows[shard] = planned, False
+            for group in waiting:
+                g = group.request.num_samples
                 if not group.rows:
                     if len(self._free_rows[shard]) < g:
+                        self._short_of_rows[shard] = True
                         break
                     group.rows = [self._free_rows[shard].pop() for _ in range(g)]
                     group.length, group.finish = [0] * g, [OPEN] * g
-                slot = free.pop() + shard * self.slots_per_shard
-                rollout = Rollout(group, group.num_admitted)
-                self.slots[slot] = rollout
-                assert group.prefix_row is not None
-                planned.append(Admit(slot, rollout, group.prefix_row))
-                group.num_admitted += 1
-                if group.num_admitted == g:
-                    self._all_admitted.append(group)
-                    waiting.popleft()
-        return planned
+                first = group.num_begun
+                planned += [Rollout(group, i) for i in range(first, min(g, first + self.max_planned - len(planned)))]
+                if len(planned) == self.max_planned:
+                    break
 
-    def release_prefixes(self) -> None:
-        """Frees the prefix rows of groups all of whose rollouts were admitted; once the device was told of it."""
-        for group in self._all_admitted:
+    def begin(self, slot: int) -> Rollout:
+        """The next of the plan has begun in a slot that is free."""
+        assert self.slots[slot] is None
+        rollout = self.planned[slot // self.slots_per_shard].popleft()
+        group = rollout.group
+        self.slots[slot] = rollout
+        self._num_free[group.shard] -= 1
+        group.num_begun += 1
+        if group.num_begun == group.request.num_samples and not group.cancelled:
+            self.waiting[group.shard].popleft()
             self._release_prefix(group)
-        self._all_admitted.clear()
+        return rollout
+
+    def end_plan(self) -> None:
+        """What has not begun waits for the next plan."""
+        for planned in self.planned:
+            planned.clear()
+        self._free_rows_of_cancelled()
 
     def _release_prefix(self, group: Group) -> None:
         if group.prefix_row is not None:
@@ -199,17 +217,18 @@ class SlotTable:
 
     def partly_begun(self) -> list[Group]:
         """Groups some of whose rollouts have begun and others wait; one per shard at most."""
-        return [g for queue in self.waiting for g in queue if g.rows]
+        return [g for queue in self.waiting for g in queue if g.num_begun]
 
     def requeue_unbegun(self) -> None:
         """Puts prefilled groups of which none has begun back to the head of the queue: the weights changed."""
         back: list[Group] = []
         for shard, waiting in enumerate(self.waiting):
-            back += [g for g in waiting if not g.rows]
-            self.waiting[shard] = deque(g for g in waiting if g.rows)
+            back += [g for g in waiting if not g.num_begun]
+            self.waiting[shard] = deque(g for g in waiting if g.num_begun)
         order = {ticket: i for i, ticket in enumerate(self.groups)}
         for group in sorted(back, key=lambda g: order[g.request.ticket], reverse=True):
             self._release_prefix(group)
+            self._free_group_rows(group)
             del self.groups[group.request.ticket]
             self.queue.appendleft(group.request)
 
@@ -218,8 +237,7 @@ class SlotTable:
     def free_slot(self, slot: int) -> None:
         """The slot's rollout is over, or was cancelled."""
         self.slots[slot] = None
-        shard, index = divmod(slot, self.slots_per_shard)
-        self._free_slots[shard].append(index)
+        self._num_free[slot // self.slots_per_shard] += 1
 
     def finish(self, slot: int, finish: int) -> None:
         """The slot's rollout is over for good, with the length that is known; the slot comes free."""
@@ -240,20 +258,26 @@ class SlotTable:
             group = self.groups.pop(ticket)
             group.cancelled = True
             self._release_prefix(group)
-            if not any(r is not None and r.group is group for r in self.slots):
-                self._free_group_rows(group)
+            self._cancelled.append(group)
         self.waiting = [deque(g for g in queue if not g.cancelled) for queue in self.waiting]
         self.complete = deque(g for g in self.complete if not g.cancelled)
+        self._free_rows_of_cancelled()
 
     def free_cancelled(self) -> list[int]:
         """Frees the slots of cancelled rollouts, and returns them."""
         slots = [i for i, r in enumerate(self.slots) if r is not None and r.group.cancelled]
-        groups = {id(r.group): r.group for i in slots if (r := self.slots[i]) is not None}
         for slot in slots:
             self.free_slot(slot)
-        for group in groups.values():
-            self._free_group_rows(group)
+        self._free_rows_of_cancelled()
         return slots
+
+    def _free_rows_of_cancelled(self) -> None:
+        """Once no slot holds a rollout of theirs, and none may begin."""
+        used = {id(r.group) for r in self.slots if r is not None} | {id(r.group) for p in self.planned for r in p}
+        for group in self._cancelled:
+            if id(group) not in used:
+                self._free_group_rows(group)
+        self._cancelled = [g for g in self._cancelled if id(g) in used]
 
     def _free_group_rows(self, group: Group) -> None:
         self._free_rows[group.shard] += group.rows[::-1]
@@ -281,9 +305,9 @@ class SlotTable:
     # ---- Checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        groups = list(self.groups.values())
-        groups += list({id(r.group): r.group for r in self.slots if r is not None and r.group.cancelled}.values())
+        """JSON-able; between chunks, when nothing is planned."""
+        assert not any(self.planned)
+        groups = [*self.groups.values(), *self._cancelled]
         number = {id(g): i for i, g in enumerate(groups)}
         state = {
             "queue": [_request_state(r) for r in self.queue],
@@ -291,7 +315,7 @@ class SlotTable:
             "slots": [r and [number[id(r.group)], r.sample, r.made, r.turn, r.ended] for r in self.slots],
             "waiting": [[number[id(g)] for g in queue] for queue in self.waiting],
             "complete": [number[id(g)] for g in self.complete],
-            "free": [self._free_slots, self._free_rows, self._free_prefix],
+            "free": [self._free_rows, self._free_prefix],
         }
         return copy.deepcopy(state)  # not the live lists
 
@@ -300,15 +324,19 @@ class SlotTable:
         state = copy.deepcopy(state)
         groups = [Group(_request(request), *fields) for request, *fields in state["groups"]]
         self.queue = deque(_request(r) for r in state["queue"])
+        self.end_plan()
         self.groups = {g.request.ticket: g for g in groups if not g.cancelled}
+        self._cancelled = [g for g in groups if g.cancelled]
         self.slots = [r and Rollout(groups[r[0]], *r[1:]) for r in state["slots"]]
+        per_shard = [self.slots[i : i + self.slots_per_shard] for i in range(0, len(self.slots), self.slots_per_shard)]
+        self._num_free = [sum(r is None for r in slots) for slots in per_shard]
         self.waiting = [deque(groups[i] for i in queue) for queue in state["waiting"]]
         self.complete = deque(groups[i] for i in state["complete"])
-        self._free_slots, self._free_rows, self._free_prefix = ([list(x) for x in part] for part in state["free"])
+        self._free_rows, self._free_prefix = ([list(x) for x in part] for part in state["free"])
 
 
 def _group_fields(g: Group) -> list[Any]:
-    return [g.shard, g.prefix_row, g.rows, g.num_admitted, g.length, g.finish, g.cancelled]
+    return [g.shard, g.prefix_row, g.rows, g.num_begun, g.length, g.finish, g.cancelled]
 
 
 def _request_state(r: Request) -> list[Any]:

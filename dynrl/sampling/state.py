@@ -34,15 +34,16 @@ class Slots(NamedTuple):
     made_S: Array  # int32: completion tokens so far
     limit_S: Array  # int32: completion tokens at most
     row_S: Array  # int32: the rollout's row of the outputs
-    active_S: Array  # bool
-    finish_S: Array  # int32, a Finish where not active
+    active_S: Array  # bool: decodes
+    free_S: Array  # bool: may be given to the next in turn; neither, while the host has something to do first
+    hold_S: Array  # bool: the host decides what follows the rollout's end
     keys_S2: Array  # uint32
     settings: Settings
     stop_SK: Array  # int32, padded with -1
 
 
 class Outputs(NamedTuple):
-    """Completions in the making and not yet handed over; leading axis R, then T and room for a whole last write."""
+    """Completions in the making and not yet handed over; leading axes R, T."""
 
     tokens_RT: Array  # int32
     logp_RT: Array  # float32
@@ -62,20 +63,21 @@ class EngineState(NamedTuple):
 class Local:
     """Functions of one row shard's arrays, as functions of the whole arrays.
 
-    Called with a function and what its arguments and its result are: "kv" for trees of [rows, heads, ...], which are
-    split over the row shards and heads, "rows" for what is split over row shards only.
+    Called with a function and what its arguments and results are: "kv" for trees of [rows, heads, ...], which are
+    split over the row shards and heads, "rows" for what is split over row shards only, "all" for what every one has.
     """
 
     def __init__(self, mesh: Mesh, num_kv_heads: int) -> None:
         self._mesh = mesh
         heads = sharding.kv_heads(mesh, num_kv_heads).spec
-        self._specs = {"kv": heads, "rows": PartitionSpec(sharding.ROWS)}
+        self._specs = {"kv": heads, "rows": PartitionSpec(sharding.ROWS), "all": PartitionSpec()}
+        self.shards = sharding.num_row_shards(mesh)
 
     def __call__(self, function: Callable[..., Any], signature: str) -> Callable[..., Any]:
         """`signature` reads like "kv rows -> kv"."""
-        arguments, result = signature.split(" -> ")
-        ins = tuple(self._specs[name] for name in arguments.split())
-        return jax.shard_map(function, mesh=self._mesh, in_specs=ins, out_specs=self._specs[result])
+        ins, outs = ([self._specs[name] for name in side.split()] for side in signature.split(" -> "))
+        out = outs[0] if len(outs) == 1 else tuple(outs)
+        return jax.shard_map(function, mesh=self._mesh, in_specs=tuple(ins), out_specs=out)
 
     def state_shardings(self, state: "EngineState") -> Any:
         """How an engine state lies on the mesh."""
@@ -102,7 +104,8 @@ def empty_state(shape: CacheShape, num_slots: int) -> EngineState:
     numbers, floats = jnp.zeros(num_slots, jnp.int32), jnp.zeros(num_slots, jnp.float32)
     slots = Slots(
         token_S=numbers, position_S=numbers, made_S=numbers, limit_S=numbers, row_S=numbers,
-        active_S=jnp.zeros(num_slots, bool), finish_S=numbers, keys_S2=jnp.zeros((num_slots, 2), jnp.uint32),
+        active_S=jnp.zeros(num_slots, bool), free_S=jnp.ones(num_slots, bool), hold_S=jnp.zeros(num_slots, bool),
+        keys_S2=jnp.zeros((num_slots, 2), jnp.uint32),
         settings=Settings(floats, numbers, floats, floats),
         stop_SK=jnp.zeros((num_slots, MAX_STOP_TOKENS), jnp.int32),
     )  # fmt: skip

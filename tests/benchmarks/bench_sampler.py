@@ -3,9 +3,9 @@
     python tests/benchmarks/bench_sampler.py [--transformers-python VENV/bin/python] [--tunix-python VENV/bin/python]
 
 Prints JSON lines. Ratios are taken within this run, on the same weights, prompts and lengths: the sides take turns,
-`--repeats` times, and a ratio is that of the fastest of each, since other programs on the machine only ever slow one
-down. A peer's virtual environment holds `transformers` with a CPU build of torch, or `google-tunix`; without one its
-lines say "skipped".
+`--repeats` times, and a ratio is the median of those turns' ratios, since a shared machine's speed drifts. A peer's
+virtual environment holds `transformers` with a CPU build of torch, or `google-tunix`; without one its lines say
+"skipped".
 
 Requests have log-normal completion lengths (sigma 0.8, median a quarter of the maximum, cut there; seed 0), fixed by
 `max_tokens` with the stop token ignored, so that every side makes the same tokens. Peers decode batches of S rows,
@@ -115,13 +115,15 @@ def timed(run: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def fastest(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The least seconds of each, taking turns."""
-    secs: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            secs[name].append(timed(run))
-    return {name: min(s) for name, s in secs.items()}
+def in_turns(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, np.ndarray]:
+    """Seconds of each, taking turns."""
+    secs = [[timed(run) for run in runs.values()] for _ in range(repeats)]
+    return dict(zip(runs, np.transpose(secs), strict=True))
+
+
+def median(values: np.ndarray) -> float:
+    """As a float."""
+    return float(np.median(values))
 
 
 def counted(engine: SlotEngine, run: Callable[[], Any]) -> dict[str, int]:
@@ -164,7 +166,7 @@ class Bare:
 
             return jax.lax.fori_loop(0, steps, body, (slots.token_S, layers, jnp.zeros(ones.shape)))
 
-        self._loop = jax.jit(loop, donate_argnums=1)
+        self._loop = jax.jit(loop, donate_argnums=1, compiler_options=engine._device.compiler_options)
         self.run()
 
     def run(self, times: int = 1) -> None:
@@ -203,6 +205,9 @@ def utilisation(args: argparse.Namespace) -> None:
         say(f"utilisation_of_{depth}_s_requests_lockstep", c["tokens"] / c["slot_steps"])
         c = counted(engine, partial(keep_deep, engine, requests(lengths(64 * s, t)), depth * s, s))
         say(f"utilisation_at_depth_{depth}_s", c["tokens"] / c["slot_steps"], goal)
+    groups = make_engine(config, params, s, t, group_sizes=(16,))
+    c = counted(groups, partial(drain, groups, requests(lengths(32, t), 16)))
+    say("utilisation_of_16_s_requests_in_groups_of_16", c["tokens"] / c["slot_steps"])
 
 
 def keep_deep(engine: SlotEngine, batch: Sequence[Request], depth: int, slots: int) -> None:
@@ -235,18 +240,21 @@ def speed(args: argparse.Namespace) -> None:
     busy, times = c["tokens"] / c["slot_steps"], round(c["slot_steps"] / s / t)  # as long as the engine takes
     runs |= {"bare": partial(bare.run, times), "logits": partial(logits.run, times)}
     runs["prefill"] = partial(prefill_only, engine, len(batch))
-    secs = fastest(runs, args.repeats)
+    secs = in_turns(runs, args.repeats)
     shape: dict[str, Any] = {"slots": s, "width": 128, "prompt": PROMPT, "longest": t, "tokens": tokens}
-    say("tokens_per_sec", tokens / secs["engine"], **shape)
-    say("over_lockstep", secs["lockstep"] / secs["engine"], 2.5, lockstep_tokens_per_sec=tokens / secs["lockstep"])
-    for name in ("bare", "logits"):
-        raw = times * s * t / secs[name]
-        of = "step" if name == "bare" else "step_without_draw"
-        more = {"utilisation": round(busy, 4), "bare_tokens_per_sec": round(raw)}
-        say(f"over_bare_{of}", tokens / secs["engine"] / (busy * raw), 0.92 if name == "bare" else None, **more)
+    say("tokens_per_sec", tokens / median(secs["engine"]), **shape)
+    lockstep_speed = round(tokens / median(secs["lockstep"]))
+    say("over_lockstep", median(secs["lockstep"] / secs["engine"]), 2.5, lockstep_tokens_per_sec=lockstep_speed)
     decoding = secs["engine"] - secs["prefill"]
-    say("over_bare_step_prefill_apart", tokens / decoding / (busy * times * s * t / secs["bare"]), 0.92)
-    say("prefill_tokens_per_sec", len(batch) * (PROMPT - 1) / secs["prefill"])
+    for name, engine_secs, side in (
+        ("over_bare_step", secs["engine"], "bare"),
+        ("over_bare_step_prefill_apart", decoding, "bare"),
+        ("over_bare_step_without_draw", secs["engine"], "logits"),
+    ):
+        raw = times * s * t / secs[side]
+        more: dict[str, Any] = {"utilisation": round(busy, 4), "bare_tokens_per_sec": round(median(raw))}
+        say(name, median(tokens / engine_secs / (busy * raw)), 0.92 if side == "bare" else None, **more)
+    say("prefill_tokens_per_sec", len(batch) * (PROMPT - 1) / median(secs["prefill"]))
 
 
 def prefill_only(engine: SlotEngine, num_prompts: int) -> None:
@@ -286,10 +294,10 @@ def peers(
             say(f"{name}_over_{peer}", "skipped")
             continue
         with Peer(python, peer, config, params, slots, counts) as other:
-            pairs = [(timed(run), other.seconds()) for _ in range(args.repeats)]
-        ours, theirs = (min(x) for x in zip(*pairs, strict=True))
-        more = {"tokens_per_sec": round(tokens / ours), f"{peer}_tokens_per_sec": round(tokens / theirs)}
-        say(f"{name}_over_{peer}", theirs / ours, goal, **more)
+            ours, theirs = np.transpose([(timed(run), other.seconds()) for _ in range(args.repeats)])
+        speeds = {"tokens_per_sec": ours, f"{peer}_tokens_per_sec": theirs}
+        more: dict[str, Any] = {key: round(tokens / median(secs)) for key, secs in speeds.items()}
+        say(f"{name}_over_{peer}", median(theirs / ours), goal, **more)
 
 
 PEERS = (("transformers", "transformers_python"), ("tunix", "tunix_python"), ("tunix_greedy", "tunix_python"))
@@ -339,6 +347,24 @@ def sharing(args: argparse.Namespace) -> None:
     shared = counted(engine, partial(drain, engine, requests([4] * 64, 16)))["prefill_tokens"]
     single = counted(engine, partial(drain, engine, requests([4] * 64 * 16)))["prefill_tokens"]
     say("prefill_shared_over_single", shared / single, 1 / 12, ok=shared / single <= 1 / 12)
+
+
+def identity(args: argparse.Namespace) -> None:
+    """Rollouts of 10,000 whose tokens change with the number of slots, the chunk and the order of requests (law 6)."""
+    config, t, n = model(64), 32, 10_000
+    params = weights(config)
+    batch = requests(lengths(n, t))
+    tokens: list[dict[int, bytes]] = []
+    for slots, chunk, order in ((32, 16, 1), (32, 5, -1), (24, 16, -1)):
+        engine = make_engine(config, params, slots, t, chunk_steps=chunk)
+        tokens.append({})
+        for groups in drain(engine, batch[::order]):
+            for i in np.flatnonzero(groups.valid_P):
+                tokens[-1][int(groups.tickets_P[i])] = groups.host_tokens_PGT[i].tobytes()
+    first, same_slots, other_slots = tokens
+    for name, other, goal in (("same", same_slots, 0), ("other", other_slots, 1)):
+        changed = sum(first[i] != other[i] for i in range(n))
+        say(f"rollouts_changed_at_{name}_number_of_slots", changed, goal, ok=changed <= goal, rollouts=n)
 
 
 def compiles(args: argparse.Namespace) -> None:
@@ -415,7 +441,7 @@ def greedy(args: argparse.Namespace) -> None:
     say("greedy_equal_to_transformers", equal, 64)
 
 
-PARTS = {f.__name__: f for f in (utilisation, speed, sharing, compiles, log_probs, greedy, equal_lengths)}
+PARTS = {f.__name__: f for f in (utilisation, speed, sharing, identity, compiles, log_probs, greedy, equal_lengths)}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

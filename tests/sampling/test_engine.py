@@ -259,7 +259,8 @@ def test_scanned_weights_are_served(sampler, mesh1, params):
 
 
 def test_finished_groups_come_early_and_once(sampler):
-    # Three groups of one token beside one of T: the short ones do not wait for it, and the next takes their slots.
+    # Three groups of one token beside one of T: the short ones do not wait for it, and the next takes their slots at
+    # once, in the same chunk.
     slow = next(
         t for t in range(200, 400) if run(sampler, [request(0, t)])[0].length_PG.min() == T
     )  # one that does not stop by itself
@@ -272,7 +273,7 @@ def test_finished_groups_come_early_and_once(sampler):
         if groups is not None:
             take(groups, out)
         polls.append(set(out))
-    assert [p for p in polls if p] == [{1, 2, 3}, {4}, {0}]
+    assert [p for p in polls if p] == [{1, 2, 3, 4}, {0}]
     assert sampler.poll() is None  # idle: nothing to wait for
 
 
@@ -336,6 +337,28 @@ def test_cancel(sampler):
     assert all(r is None for r in sampler._table.slots)
     for ticket, group in out.items():
         assert_same(group, want[ticket])  # the others do not notice
+
+
+def test_an_interrupt_while_a_poll_waits_loses_nothing(sampler):
+    class Interrupting:
+        def __array__(self, *_, **__):
+            raise KeyboardInterrupt
+
+    want = run(sampler, [request(i) for i in range(6)])
+    sampler.submit([request(i) for i in range(6)])
+    out = {}
+    while sampler.num_in_flight:
+        groups = sampler.poll()
+        if groups is not None:
+            take(groups, out)
+        if sampler._running is not None:
+            running, sampler._running = sampler._running, (Interrupting(), sampler._running[1])
+            with pytest.raises(KeyboardInterrupt):
+                sampler.poll()
+            assert sampler._running is not None
+            sampler._running = running
+    for ticket, group in want.items():
+        assert_same(out[ticket], group)
 
 
 def test_cancelling_everything_leaves_the_sampler_usable(sampler):
@@ -499,7 +522,10 @@ def test_drained_weights_change_when_nothing_is_in_flight(sampler, mesh1, params
     sampler.update_weights(place(other, mesh1), 4)
     out = drain(sampler)
     versions = {t: set(g.version_PGT[g.mask_PGT].tolist()) for t, g in out.items()}
-    assert sorted(map(tuple, versions.values())) == [(3,)] * 4 + [(4,)] * 4  # 4 groups fit into 8 slots
+    begun = [t for t, v in versions.items() if v == {3}]
+    assert set(map(frozenset, versions.values())) == {frozenset([3]), frozenset([4])}  # no group has both
+    assert sorted(begun) == [*range(len(begun))]
+    assert 4 <= len(begun) < 8  # 4 groups fit into 8 slots; others begin in the chunk that is under way
     for ticket, version in versions.items():
         if version == {3}:
             assert_same(out[ticket], want[ticket])  # begun on the old weights, finished on them
@@ -560,6 +586,22 @@ def test_rollouts_that_begin_after_an_update_see_nothing_of_the_old_weights(mesh
     new = np.asarray(jax.jit(partial(completion_logprobs, config=CONFIG))(other, batch)[0])[0]
     np.testing.assert_allclose(group.logp_PGT[2:], new[2:], atol=1e-5)
     assert np.abs(group.logp_PGT[:2, 2:] - new[:2, 2:]).max() > 1e-3  # those that had begun do
+
+
+def test_who_begins_has_a_token_of_the_weights_of_then(mesh1, params):
+    # The slot comes free with the chunk's last step: who is next begins with the next chunk, on the new weights.
+    engine = make_engine(
+        mesh1, params, weight_update="in_flight", num_slots=1, group_sizes=(1,), chunk_steps=1, prefill_tokens=8
+    )
+    other = jax.tree.map(lambda x: x * 1.3, params)
+    engine.submit([request(0, num_samples=1, max_tokens=1), request(1, num_samples=1, ignore_eos=True)])
+    engine.poll()
+    engine.update_weights(place(other, mesh1), 5)
+    group = drain(engine)[1]
+    assert (group.version_PGT[group.mask_PGT] == 5).all()
+    batch = Payload(*(x[None] for x in group))
+    new = np.asarray(jax.jit(partial(completion_logprobs, config=CONFIG))(other, batch)[0])[0]
+    np.testing.assert_allclose(group.logp_PGT, new, atol=1e-5)
 
 
 def test_new_weights_are_a_copy(sampler, mesh1, params):
@@ -693,6 +735,36 @@ def test_stop_strings_cut_at_the_token(texter):
     assert 10 < stopped < 40
 
 
+def test_a_decode_that_fails_is_reported_and_nothing_is_lost(texter):
+    requests = [request(i, stop_strings=("c", "de")) for i in range(12)]
+    want = run(texter, requests)
+    calls, follow_up = [], texter._follow_up
+    decode = follow_up._decode
+
+    def fails_once(ids):
+        calls.append(ids)
+        if len(calls) == 3:
+            raise KeyError("no such token")
+        return decode(ids)
+
+    follow_up._decode = fails_once
+    texter.submit(requests)
+    out, problems = {}, []
+    while texter.num_in_flight:
+        try:
+            groups = texter.poll()
+        except RuntimeError as problem:
+            problems.append(str(problem))
+            continue
+        if groups is not None:
+            take(groups, out)
+    follow_up._decode = decode
+    assert problems == ["stop strings: decoding tokens to text failed: KeyError('no such token')"]
+    assert set(out) == set(want)
+    differ = [t for t, group in want.items() if group.tokens_PGT.tolist() != out[t].tokens_PGT.tolist()]
+    assert len(differ) <= 1  # the stop string that was not looked for, at most
+
+
 def test_stop_tokens_and_ignored_eos(texter):
     whole = run(texter, [request(i, ignore_eos=True) for i in range(12)])
     assert all((g.length_PG == T).all() for g in whole.values())
@@ -799,6 +871,75 @@ def test_extensions_do_not_depend_on_who_else_extends(mesh1, params):
         assert_same(beside[ticket], alone[ticket])
 
 
+def test_random_use_changes_no_rollout(mesh1, params):
+    # Slots change hands within a chunk, prompts wait for rows, groups are cancelled, weights renewed: whoever comes
+    # out is what comes out alone.
+    engine = make_engine(
+        mesh1, params, num_slots=4, chunk_steps=5, prefill_tokens=8, decode=as_text, max_extend_tokens=3
+    )
+    engine.warm_up()
+    rng = np.random.default_rng(5)
+    kinds = []
+    for i in range(60):
+        multi_turn, stop_strings = bool(i % 3 == 0), [(), ("c", "de")][rng.integers(2)]
+        kind = request(
+            0, task_id=i, num_samples=int(rng.choice([1, G])), ignore_eos=bool(rng.integers(2)),
+            prompt=rng.integers(2, VOCAB, rng.integers(1, L + 1)).tolist(),
+            max_tokens=T if multi_turn else int(rng.integers(1, T + 1)),
+            stop_strings=("c", "e", "h") if multi_turn else stop_strings,
+        )  # fmt: skip
+        kinds.append(dataclasses.replace(kind, multi_turn=multi_turn))
+
+    def answer():
+        for turn in engine.take_turns():
+            if turn.length <= 3 and turn.room >= 3:
+                engine.extend(turn.ticket, turn.sample, [2 + turn.length, 3])
+                answered.append(turn.ticket)
+            else:
+                engine.finish(turn.ticket, turn.sample)
+
+    def poll(out):
+        groups = engine.poll()
+        if groups is not None:
+            take(groups, out)
+        answer()
+
+    answered, alone = [], []
+    for kind in kinds:
+        out = {}
+        engine.submit([kind])
+        while engine.num_in_flight:
+            poll(out)
+        alone.append(out[0])
+    assert len(answered) >= 5
+    number, kind_of, out, gone = 0, {}, {}, set()
+    before = engine.counters
+    for version in range(250):
+        for _ in range(rng.integers(0, 5) if version < 200 else 0):
+            kind_of[number] = int(rng.integers(len(kinds)))
+            engine.submit([dataclasses.replace(kinds[kind_of[number]], ticket=number)])
+            number += 1
+        open_ = sorted(set(kind_of) - set(out) - gone)
+        if rng.random() < 0.2 and open_:
+            gone.add(int(rng.choice(open_)))
+            engine.cancel([*gone])
+        if rng.random() < 0.1:
+            engine.update_weights(place(params, mesh1), version)  # the same ones, of another version
+        poll(out)
+    while engine.num_in_flight:
+        poll(out)
+    assert set(out) == set(kind_of) - gone
+    assert len(out) > 300
+    assert len(gone) > 20
+    for ticket, group in out.items():
+        want = alone[kind_of[ticket]]
+        for name in ("tokens_PGT", "logp_PGT", "mask_PGT", "length_PG", "finish_PG"):
+            np.testing.assert_array_equal(getattr(group, name), getattr(want, name))
+        assert len(set(group.version_PGT[group.mask_PGT].tolist())) <= 1  # drained: one version
+    busy = {k: v - before[k] for k, v in engine.counters.items()}
+    assert busy["tokens"] / busy["slot_steps"] > 0.5
+
+
 def test_what_cannot_be_extended(texter):
     r = dataclasses.replace(request(0, max_tokens=4, stop_tokens=tuple(range(2, 9))), multi_turn=True)
     texter.submit([r])
@@ -856,7 +997,7 @@ def test_turns_of_cancelled_groups_are_gone(texter):
     assert set(drain(texter)) == {1}
     r = dataclasses.replace(request(0, max_tokens=1, num_samples=1), multi_turn=True)
     texter.submit([r])
-    while texter._table.num_active or not texter._turns:
+    while texter._table.num_active or not texter._follow_up.turns:
         texter.poll()
     texter.cancel([0])  # its turn was not taken yet
     texter.submit([request(0)])

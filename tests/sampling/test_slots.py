@@ -36,10 +36,15 @@ def prefill(table, width=None):
 
 
 def admit(table):
-    """(slot, ticket, sample) of what is planned, and the device told of."""
-    planned = [(slot, r.group.request.ticket, r.sample) for slot, r, _ in table.plan_admission()]
-    table.release_prefixes()
-    return planned
+    """(slot, ticket, sample) of what is planned and finds a slot, as the device gives them."""
+    table.plan()
+    begun = []
+    for slot, held in enumerate([*table.slots]):
+        if held is None and table.planned[slot // table.slots_per_shard]:
+            r = table.begin(slot)
+            begun.append((slot, r.group.request.ticket, r.sample))
+    table.end_plan()
+    return begun
 
 
 def end(table, slot, made=1):
@@ -65,17 +70,18 @@ def test_a_group_s_life():
     table.queue += [request(7), request(8, 1), request(9)]
     assert (table.num_open, table.num_active, table.has_work, table.begun) == (3, 0, True, False)
     assert prefill(table, width=2) == {0: [7, 8]}  # two prefix rows
-    assert prefill(table, width=2) == {}  # somebody waits: no more is run ahead
+    assert prefill(table, width=2) == {}  # none is left
     assert admit(table) == [(0, 7, 0), (1, 7, 1), (2, 8, 0)]
     assert (table.num_open, table.num_active, table.has_work, table.begun) == (3, 3, True, True)
-    assert prefill(table, width=2) == {}  # no slot is free
+    assert prefill(table, width=3) == {}  # no slot is free, and what is run ahead is to fill a program
+    assert prefill(table, width=2) == {0: [9]}
     end(table, 1, made=4)
     assert take(table) == []  # sample 0 goes on
-    assert prefill(table, width=2) == {0: [9]}
     assert admit(table) == []  # a slot is free, but one output row only: 7 holds two and 8 one of four
+    assert table.has_work  # the host has to look when there are more
     end(table, 2)
     assert take(table) == [8]
-    assert admit(table) == [(2, 9, 0), (1, 9, 1)]
+    assert admit(table) == [(1, 9, 0), (2, 9, 1)]
     assert not table.has_work
     end(table, 0, made=2)
     (group,) = table.take_complete(lambda _: 1)
@@ -95,13 +101,74 @@ def test_a_group_larger_than_all_slots_begins_bit_by_bit():
     end(table, 0)
     end(table, 1)
     assert table.begun  # nobody is in a slot, but the group is not over
-    assert admit(table) == [(1, 0, 3), (0, 0, 4)]
+    assert admit(table) == [(0, 0, 3), (1, 0, 4)]
     end(table, 0)
     assert prefill(table) == {0: [1]}
     assert admit(table) == []  # all five rows are taken until the group is handed over
     end(table, 1)
     assert take(table) == [0]
-    assert admit(table) == [(1, 1, 0)]
+    assert admit(table) == [(0, 1, 0)]
+
+
+def test_a_slot_takes_one_after_the_other_of_the_plan():
+    table = SlotTable(2, 1, 8, 8)
+    table.queue += [request(0, 1), *(request(i) for i in range(1, 9))]
+    assert prefill(table, width=8) == {0: [*range(8)]}
+    table.plan()
+    assert [(r.group.request.ticket, r.sample) for r in table.planned[0]] == [(0, 0), (1, 0), (1, 1), (2, 0)]  # 2 S
+    assert table.has_work  # for a third slot's worth
+    table.begin(0)
+    end(table, 0)
+    table.begin(0)
+    end(table, 0)
+    assert table.begin(1).group.request.ticket == 1
+    assert [g.request.ticket for g in table.waiting[0]] == [2, 3, 4, 5, 6, 7]
+    table.end_plan()
+    assert [g.request.ticket for g in table.partly_begun()] == []
+    table.plan()  # 2, which has its rows, 3 and no more: eight rows, of which 0 and 1 hold three until handed over
+    assert [(r.group.request.ticket, r.sample) for r in table.planned[0]] == [(2, 0), (2, 1), (3, 0), (3, 1)]
+
+
+def test_nobody_decodes_while_all_slots_wait_for_the_caller():
+    table = SlotTable(1, 1, 4, 4)
+    table.queue += [request(0, 1, multi_turn=True), request(1, 1)]
+    assert not table.may_decode
+    prefill(table)
+    table.plan()
+    assert table.may_decode  # the slot is free
+    rollout = table.begin(0)
+    table.end_plan()
+    assert table.may_decode
+    rollout.ended = int(Finish.STOP)
+    table.plan()
+    assert table.planned[0]
+    assert not table.may_decode
+    table.finish(0, Finish.STOP)
+    assert table.may_decode
+
+
+def test_a_loaded_table_has_no_plan():
+    table = SlotTable(1, 1, 4, 4)
+    table.queue += [request(0, 1), request(1, 1)]
+    state = table.state_dict()
+    prefill(table)
+    table.plan()
+    table.load_state_dict(state)
+    assert json.dumps(table.state_dict()) == json.dumps(state)
+    assert not table.may_decode
+
+
+def test_a_cancelled_group_holds_its_rows_while_it_may_begin():
+    table = SlotTable(2, 1, 2, 4)
+    table.queue += [request(0), request(1)]
+    prefill(table)
+    table.plan()
+    table.cancel([0])  # while the chunk runs that may begin it
+    table.begin(1)
+    assert table.free_cancelled() == [1]
+    assert table._free_rows == [[]]
+    table.end_plan()
+    assert admit(table) == [(0, 1, 0), (1, 1, 1)]
 
 
 def test_groups_go_where_slots_are_free():
@@ -145,15 +212,15 @@ def test_while_weights_wait_only_begun_groups_go_on():
     end(table, 0)
     end(table, 1)
     assert [g.request.ticket for g in table.partly_begun()] == [1]
-    assert admit(table) == [(1, 1, 1)]
+    assert admit(table) == [(0, 1, 1)]
     assert table.partly_begun() == []
     assert table.begun
-    end(table, 1)
+    end(table, 0)
     end(table, 2)
     assert not table.begun  # groups that are complete have no part in it
     assert table.num_open == 4
     assert prefill(table, width=3) == {0: [2, 3]}
-    assert admit(table) == [(2, 2, 0), (1, 2, 1), (0, 3, 0)]
+    assert admit(table) == [(0, 2, 0), (1, 2, 1), (2, 3, 0)]
 
 
 def test_requeued_groups_come_first_and_in_order():
@@ -181,7 +248,7 @@ def test_a_cancelled_group_holds_its_rows_while_its_slots_run():
     assert (table.num_active, table.begun) == (1, True)
     assert table.free_cancelled() == [1]
     assert table.free_cancelled() == []
-    assert admit(table) == [(1, 1, 0), (0, 1, 1)]
+    assert admit(table) == [(0, 1, 0), (1, 1, 1)]
     table.cancel([1, 1])
     table.cancel([1])
     assert table.free_cancelled() == [0, 1]
@@ -275,7 +342,7 @@ class Simulation:
         self.shards = int(rng.integers(1, 5))
         self.per_shard = int(rng.integers(1, 7))
         num_rows = self.MAX_GROUP if rng.random() < 0.4 else int(rng.integers(self.MAX_GROUP, 4 * self.per_shard + 5))
-        self.sizes = (self.shards * self.per_shard, self.shards, num_rows, int(rng.integers(1, 9)))
+        self.sizes = (self.shards * self.per_shard, self.shards, num_rows, int(rng.choice([1, 2, 3, 8])))
         self.tables = [SlotTable(*self.sizes), SlotTable(*self.sizes)]
         self.now, self.draining = 0, False
         self.requests, self.fate = {}, {}  # by uid; handed over or cancelled
@@ -284,7 +351,9 @@ class Simulation:
         self.turns_left = {}  # of those: programs that may run before their own
         self.waiting = [deque() for _ in range(self.shards)]  # uids
         self.since = {}  # of those: (the step, how many were prefilled before)
-        self.shard, self.admitted, self.ended = {}, {}, {}  # by uid
+        self.shard, self.begun, self.ended = {}, {}, {}  # by uid
+        self.planned = [deque() for _ in range(self.shards)]  # (uid, sample)
+        self.new_weights = False
         self.complete = []
         self.slot, self.row, self.prefix = {}, {}, {}  # owners: (uid, sample), uid, uid
         self.left = {}  # by slot: steps that the rollout still takes
@@ -301,30 +370,31 @@ class Simulation:
 
     def check(self):
         """The tables' books are these books: nothing is lost, nothing is used twice."""
+        plans = [table.planned for table in self.tables]
+        for table in self.tables:  # a plan is not saved: between chunks there is none
+            table.planned = [deque() for _ in plans[0]]
         state, twin = (json.dumps(table.state_dict()) for table in self.tables)
+        for table, plan in zip(self.tables, plans, strict=True):
+            table.planned = plan
         assert state == twin
-        owned = (self.slot, self.row, self.prefix)
-        counts = (self.per_shard, self.sizes[2], self.sizes[3])
-        for lists, owners, count in zip(json.loads(state)["free"], owned, counts, strict=True):
+        for lists, owners, count in zip(
+            json.loads(state)["free"], (self.row, self.prefix), self.sizes[2:], strict=True
+        ):
             for shard, free in enumerate(lists):
                 used = [index for s, index in owners if s == shard]
                 assert sorted(free + used) == list(range(count))
         table = self.tables[0]
+        taken = {divmod(slot, self.per_shard) for slot, r in enumerate(table.slots) if r is not None}
+        assert taken == set(self.slot)
         assert table.num_open == len(self.tickets)
         assert table.tickets() == set(self.tickets)
         assert table.num_active == len(self.slot) - len(self.held)
-        # A slot that comes free has someone to take it, unless the next in turn lacks output rows.
-        room = [len(free) for free in table._free_rows]
-        takers = [
-            w[0].rows or room[i] >= w[0].request.num_samples if w else self.queued for i, w in enumerate(table.waiting)
-        ]
-        assert table.has_work == any(map(bool, takers))
         for uids in (self.queued, *self.waiting):  # who has a prompt of the same bucket keeps his place
             for bucket in (2, 4, 8):
                 same = [uid for uid in uids if bucket_of(self.requests[uid]) == bucket]
-                begun = [uid for uid in same if self.admitted.get(uid)]  # perhaps before an older one of another shard
+                begun = [uid for uid in same if self.begun.get(uid)]  # perhaps before an older one of another shard
                 assert same[len(begun) :] == sorted(same[len(begun) :])
-        assert table.begun == bool(self.slot or any(self.admitted[uid] for queue in self.waiting for uid in queue))
+        assert table.begun == bool(self.slot or any(self.begun[uid] for queue in self.waiting for uid in queue))
 
     # -- What callers do --
 
@@ -352,12 +422,10 @@ class Simulation:
                     queue.remove(uid)
             self.prefix = {row: owner for row, owner in self.prefix.items() if owner != uid}
         self.free_rows_of_cancelled()
-        if self.rng.random() < 0.3:  # no chunk is in progress
-            self.free_cancelled()
 
     def free_rows_of_cancelled(self):
-        running = {uid for uid, _ in self.slot.values()}
-        self.row = {row: uid for row, uid in self.row.items() if self.fate.get(uid) != "cancelled" or uid in running}
+        used = {uid for uid, _ in self.slot.values()} | {uid for planned in self.planned for uid, _ in planned}
+        self.row = {row: uid for row, uid in self.row.items() if self.fate.get(uid) != "cancelled" or uid in used}
 
     def free_cancelled(self):
         gone = sorted(slot for slot, (uid, _) in self.slot.items() if self.fate.get(uid) == "cancelled")
@@ -374,9 +442,10 @@ class Simulation:
 
     def update_weights(self):
         self.both(lambda table: table.requeue_unbegun())
-        back = {uid for queue in self.waiting for uid in queue if not self.admitted[uid]}
-        self.waiting = [deque(uid for uid in queue if self.admitted[uid]) for queue in self.waiting]
+        back = {uid for queue in self.waiting for uid in queue if not self.begun[uid]}
+        self.waiting = [deque(uid for uid in queue if self.begun[uid]) for queue in self.waiting]
         self.prefix = {row: uid for row, uid in self.prefix.items() if uid not in back}
+        self.row = {row: uid for row, uid in self.row.items() if uid not in back}
         self.queued = sorted(back, key=lambda uid: self.since[uid][1]) + self.queued
         assert [r.task_id for r in self.tables[0].queue] == self.queued
         for uid in self.queued:
@@ -390,50 +459,86 @@ class Simulation:
     def step(self):
         self.now += 1
         self.receive()
+        if self.new_weights:
+            self.update_weights()
+            self.new_weights = False
         if self.draining and not self.tables[0].begun:
             self.draining = False
         self.refill()
         self.check()
-        if self.rng.random() < 0.5 or self.now % self.HAND_OVER_EVERY == 0 or len(self.slot) == len(self.held):
+        idle = len(self.slot) == len(self.held) and not any(self.planned)
+        if self.rng.random() < 0.5 or self.now % self.HAND_OVER_EVERY == 0 or idle:
             self.hand_over()
         while self.complete and self.now % self.HAND_OVER_EVERY == 0:
             self.hand_over()
 
-    def receive(self):
-        for slot in self.rng.permutation(sorted(self.slot)).tolist():
-            slot = tuple(slot)
-            uid, sample = self.slot[slot]
-            number = slot[0] * self.per_shard + slot[1]
-            rollouts = [table.slots[number] for table in self.tables]
-            assert {(r.group.request.task_id, r.sample) for r in rollouts} == {(uid, sample)}
-            if self.fate.get(uid) == "cancelled":
-                continue  # the engine learns of its end and does not care
-            if slot in self.held:
-                self.held[slot] -= 1
-                if self.held[slot] > 0:
-                    continue
-                del self.held[slot]
-                if slot not in self.extended and self.rng.random() < 0.5:
-                    self.extended.add(slot)
-                    self.seen["extended"] += 1
-                    for r in rollouts:
-                        r.ended, r.made, r.turn = OPEN, r.made + 2, []
-                    self.left[slot] = 1
-                    continue
-                self.finish(slot, number, int(Finish.STOP))
-                continue
-            self.left[slot] -= 1
-            for r in rollouts:
-                r.made += 1
-                r.turn += [r.made] * r.by_text
-            if self.left[slot] == 0:
-                if self.requests[uid].multi_turn:
-                    for r in rollouts:
-                        r.ended = int(Finish.STOP)
-                    self.held[slot] = int(self.rng.integers(1, 4))
-                else:
-                    self.finish(slot, number, int(self.rng.choice([Finish.STOP, Finish.LENGTH, Finish.FAILED])))
+    def receive(self, decodes=True):
+        """What the chunk in progress did, if there is one."""
+        if decodes:
+            for slot in self.rng.permutation(sorted(self.slot)).tolist():
+                self.decode(tuple(slot))
+        for shard in range(self.shards):
+            slots = [(shard, i) for i in range(self.per_shard)]
+            while self.planned[shard] and (free := [slot for slot in slots if slot not in self.slot]):
+                slot = free[self.rng.integers(len(free))]
+                self.begin(slot)
+                if decodes and self.rng.random() < 0.5:  # others follow in the same chunk, if it ends
+                    self.decode(slot)
+        for planned in self.planned:
+            self.seen["planned and not begun"] += len(planned)
+            planned.clear()
+        self.both(lambda table: table.end_plan())
+        self.free_rows_of_cancelled()
         self.free_cancelled()
+
+    def begin(self, slot):
+        shard, number = slot[0], slot[0] * self.per_shard + slot[1]
+        uid, sample = self.both(lambda table: (lambda r: (r.group.request.task_id, r.sample))(table.begin(number)))
+        assert (uid, sample) == self.planned[shard].popleft()  # first come, first served
+        assert sample == self.begun[uid]
+        self.slot[slot], self.left[slot] = (uid, sample), int(self.rng.integers(1, 6))
+        self.begun[uid] += 1
+        if self.begun[uid] == self.requests[uid].num_samples and self.fate.get(uid) != "cancelled":
+            assert self.waiting[shard].popleft() == uid
+            self.prefix = {row: owner for row, owner in self.prefix.items() if owner != uid}
+
+    def decode(self, slot):
+        """One step of a slot."""
+        uid, sample = self.slot[slot]
+        number = slot[0] * self.per_shard + slot[1]
+        rollouts = [table.slots[number] for table in self.tables]
+        assert {(r.group.request.task_id, r.sample) for r in rollouts} == {(uid, sample)}
+        if self.fate.get(uid) == "cancelled":
+            if slot not in self.held and not self.requests[uid].multi_turn and self.rng.random() < 0.6:
+                self.both(lambda table: table.free_slot(number))  # it ended; the device gives the slot to the next
+                self.release(slot)
+                self.seen["ended when cancelled"] += 1
+            return
+        if slot in self.held:
+            self.held[slot] -= 1
+            if self.held[slot] > 0:
+                return
+            del self.held[slot]
+            if slot not in self.extended and self.rng.random() < 0.5:
+                self.extended.add(slot)
+                self.seen["extended"] += 1
+                for r in rollouts:
+                    r.ended, r.made, r.turn = OPEN, r.made + 2, []
+                self.left[slot] = 1
+                return
+            self.finish(slot, number, int(Finish.STOP))
+            return
+        self.left[slot] -= 1
+        for r in rollouts:
+            r.made += 1
+            r.turn += [r.made] * r.by_text
+        if self.left[slot] == 0:
+            if self.requests[uid].multi_turn:
+                for r in rollouts:
+                    r.ended = int(Finish.STOP)
+                self.held[slot] = int(self.rng.integers(1, 4))
+            else:
+                self.finish(slot, number, int(self.rng.choice([Finish.STOP, Finish.LENGTH, Finish.FAILED])))
 
     def finish(self, slot, number, finish):
         uid, sample = self.slot[slot]
@@ -445,44 +550,59 @@ class Simulation:
             self.complete.append(uid)
 
     def refill(self):
-        programs = 0
-        while True:
-            self.admit()
-            planned = [] if self.draining else self.prefill()
-            if not planned:
+        programs, table = 0, self.tables[0]
+        self.plan()
+        while not self.draining:
+            if self.prefill():
+                programs += 1
+                assert programs <= self.sizes[0] + self.shards * self.sizes[3]  # each fills a prefix row or a slot
+            elif self.both(lambda table: table.prefix_is_full):
+                waiting = sum(map(len, self.waiting))
+                self.receive(decodes=False)
+                assert sum(map(len, self.waiting)) < waiting
+                self.seen["begun to make room"] += 1
+            else:
                 break
-            programs += 1
-            assert programs <= self.sizes[0] + self.shards * self.sizes[3]  # each fills a prefix row or a slot
-        table = self.tables[0]
+            self.plan()
+        more = []
         for shard in range(self.shards):
-            used = [s for s in self.slot if s[0] == shard]
-            if len(used) == self.per_shard:
-                continue
+            free = self.per_shard - sum(s == shard for s, _ in self.slot)
+            left = self.num_waiting(shard) - len(self.planned[shard])
+            more.append(bool(self.queued or left))
             # A slot stays free for want of work or of output rows only.
-            if not self.waiting[shard]:
-                assert self.draining or not table.queue
-                continue
-            head = self.waiting[shard][0]
-            free_rows = self.sizes[2] - sum(s == shard for s, _ in self.row)
-            assert not self.admitted[head]
-            assert self.draining or free_rows < self.requests[head].num_samples
-            self.seen["short of rows"] += not self.draining
+            if free > len(self.planned[shard]) and not self.draining:
+                assert not table.queue or self.short(shard)
+                self.seen["short of rows"] += self.short(shard)
+        assert self.both(lambda table: table.has_work) == any(more)
         # No starvation: before its turn come the prompts ahead, at worst in one slot each, and their hand-over.
         longest = self.sizes[3] * (self.MAX_GROUP * self.MAX_STEPS + self.HAND_OVER_EVERY)
         assert all(self.now - self.since[uid][0] <= longest for queue in self.waiting for uid in queue)
 
+    def num_waiting(self, shard):
+        return sum(self.requests[uid].num_samples - self.begun[uid] for uid in self.waiting[shard])
+
+    def short(self, shard):
+        """Whether the next group in turn that holds no rows finds too few."""
+        rest = [uid for uid in self.waiting[shard] if uid not in self.row.values()]
+        full = len(self.planned[shard]) == 2 * self.per_shard
+        room = self.sizes[2] - sum(s == shard for s, _ in self.row)
+        return not full and bool(rest) and room < self.requests[rest[0]].num_samples
+
     def prefill(self):
-        hungry = [
-            shard
-            for shard in range(self.shards)
-            if sum(s == shard for s, _ in self.slot) < self.per_shard and not self.waiting[shard]
-        ]
+        width = width_of(bucket_of(self.requests[self.queued[0]])) if self.queued else 0
+
+        def hungry(shard):
+            """Lacks a rollout for a free slot; or one to follow in each slot, and can fill a program."""
+            free = self.per_shard - sum(s == shard for s, _ in self.slot)
+            room, waiting = self.sizes[3] - sum(s == shard for s, _ in self.prefix), self.num_waiting(shard)
+            return room and (waiting < free or (room >= width and waiting < free + self.per_shard))
+
         planned = self.both(
             lambda table: [
                 (p.group.request.task_id, p.group.shard, p.prefix_row) for p in table.plan_prefill(bucket_of, width_of)
             ]
         )
-        assert bool(planned) == bool(hungry and self.queued)
+        assert bool(planned) == bool(self.queued and any(map(hungry, range(self.shards))))
         if not planned:
             return planned
         # One bucket, the next in turn's; in the order of the queue, and nobody of the bucket left out before others.
@@ -495,7 +615,7 @@ class Simulation:
             assert (shard, row) not in self.prefix
             self.prefix[shard, row] = uid
             self.waiting[shard].append(uid)
-            self.shard[uid], self.admitted[uid], self.ended[uid], self.since[uid] = (
+            self.shard[uid], self.begun[uid], self.ended[uid], self.since[uid] = (
                 shard,
                 0,
                 {},
@@ -509,33 +629,30 @@ class Simulation:
             assert self.turns_left[uid] > 0
         return planned
 
-    def admit(self):
-        planned = self.both(
+    def plan(self):
+        self.both(lambda table: table.plan())
+        plan = self.both(
             lambda table: [
-                (a.slot, a.rollout.group.request.task_id, a.rollout.sample, a.prefix_row, tuple(a.rollout.group.rows))
-                for a in table.plan_admission()
+                [(r.group.request.task_id, r.sample, r.group.prefix_row, tuple(r.group.rows)) for r in planned]
+                for planned in table.planned
             ]
         )
-        self.both(lambda table: table.release_prefixes())
-        for number, uid, sample, prefix_row, rows in planned:
-            slot = divmod(number, self.per_shard)
-            shard = slot[0]
-            assert slot not in self.slot
-            assert shard == self.shard[uid]
-            assert self.waiting[shard][0] == uid  # first come, first served
-            assert self.prefix[shard, prefix_row] == uid
-            assert sample == self.admitted[uid]
-            if sample == 0:
-                assert not self.draining
+        for shard, planned in enumerate(plan):
+            assert len(planned) <= 2 * self.per_shard
+            for uid, _, prefix_row, rows in planned:
+                assert self.prefix[shard, prefix_row] == uid
+                if uid not in self.row.values():
+                    assert not self.draining
+                    assert not [row for row in rows if (shard, row) in self.row]
+                    self.row |= {(shard, row): uid for row in rows}
                 assert len(set(rows)) == self.requests[uid].num_samples
-                assert not [row for row in rows if (shard, row) in self.row]
-                self.row |= {(shard, row): uid for row in rows}
-            assert {row for (s, row), owner in self.row.items() if (s, owner) == (shard, uid)} == set(rows)
-            self.slot[slot], self.left[slot] = (uid, sample), int(self.rng.integers(1, 6))
-            self.admitted[uid] += 1
-            if self.admitted[uid] == self.requests[uid].num_samples:
-                self.waiting[shard].popleft()
-                del self.prefix[shard, prefix_row]
+                assert {row for (s, row), owner in self.row.items() if (s, owner) == (shard, uid)} == set(rows)
+            # In turn, and nobody left out: to the end, or until rows or the plan are used up.
+            turns = [(uid, i) for uid in self.waiting[shard] for i in range(self.requests[uid].num_samples)]
+            turns = [(uid, i) for uid, i in turns if i >= self.begun[uid]]
+            self.planned[shard] = deque((uid, sample) for uid, sample, *_ in planned)
+            assert [*self.planned[shard]] == turns[: len(planned)]
+            assert len(planned) in (len(turns), 2 * self.per_shard) or self.short(shard)
 
     def hand_over(self):
         limit = int(self.rng.integers(1, 4))
@@ -569,8 +686,9 @@ class Simulation:
         if u < 0.08:
             self.cancel()
         elif u < 0.16:
-            self.update_weights()
+            self.new_weights = True
         elif u < 0.4:
+            self.receive()
             self.tables[1] = reloaded(self.tables[0], self.sizes)
             self.seen["reloaded"] += 1
         else:
@@ -605,7 +723,7 @@ def test_random_runs(seeds):
     # The runs were not idle: all of this came about.
     events = [
         "handed over", "cancelled", "cancelled while it ran", "requeued", "drained", "extended", "short of rows",
-        "reloaded",
+        "reloaded", "planned and not begun", "begun to make room", "ended when cancelled",
     ]  # fmt: skip
     assert min(seen[event] for event in events) >= 20, seen
 

@@ -1,4 +1,4 @@
-"""Ctrl-C: during set-up it ends a run at once; then the first one ends it at its next step, the second one at once."""
+"""Ctrl-C: the first one ends a run at its next step, or at the next stage of its set-up; the second one at once."""
 
 import os
 import signal
@@ -7,16 +7,15 @@ from typing import Any, Self
 
 
 class Interrupt:
-    """Within this context every SIGINT is noted in `requested`.
+    """Within this context the first SIGINT only sets `requested`; the next one acts as it did before.
 
-    It acts as it did before, too, until `defer` is called; from then on the first one only asks for an end, and the
-    next one acts. Where SIGINT is ignored, as in a script's background, it stays so. Python calls signal handlers in
-    its main thread: elsewhere this does nothing.
+    It raises nothing: a KeyboardInterrupt in the middle of a library's set-up is lost in a finaliser or a collector's
+    callback, or leaves things half made. Where SIGINT is ignored, as in a script's background, it stays so. Python
+    calls signal handlers in its main thread: elsewhere this does nothing.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._deferred = False
         self._previous: Any = None
 
     def __enter__(self) -> Self:
@@ -28,20 +27,13 @@ class Interrupt:
     def __exit__(self, *error: object) -> None:
         self.restore()
 
-    def defer(self) -> None:
-        """Set-up is done: from now on steps are finished."""
-        self._deferred = True
-
     def restore(self) -> None:
-        """The steps are done: SIGINT acts as it did before."""
+        """Nothing asks any more: SIGINT acts as it did before."""
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
             self._previous = None
 
     def _handle(self, signum: int, frame: Any) -> None:
         self.requested = True
-        if not self._deferred:
-            self._previous(signum, frame)  # if what it raises is lost, in a finaliser or a callback, `requested` stays
-            return
-        os.write(2, b"\ninterrupted: finishing the step; Ctrl-C again stops at once\n")  # print is not reentrant
+        os.write(2, b"\ninterrupted: ending at the next step; Ctrl-C again stops at once\n")  # print is not reentrant
         self.restore()

@@ -106,6 +106,7 @@ class Loop:
         parts, say = self.parts, self.books.progress.say
         for line in describe(parts):
             say(line)
+        self._check_interrupt()
         if self.books.resumed:
             say(f"resuming at step {self.controller.step} of {self.config.num_steps}")
             if self.books.grown and self.config.train.lr_schedule != "constant":
@@ -116,15 +117,15 @@ class Loop:
         compiles, begin = parts.compiles.count, time.perf_counter()
         warm_up(parts)
         say(f"compiled {parts.compiles.count - compiles} programs in {time.perf_counter() - begin:.1f} s")
+        self._check_interrupt()
         parts.sampler.update_weights(parts.state.params, self.controller.version)
         if not self.books.resumed:
             self.books.add_row({"run/step": 0, "run/version": 0, **self._evaluate()})
         parts.compiles.start()
-        self._interrupt.defer()
         self._check_interrupt()
 
     def _check_interrupt(self) -> None:
-        """Ends set-up, on all processes, where one's KeyboardInterrupt was lost."""
+        """Ends set-up, on all processes, when one was interrupted."""
         if any_process(self._interrupt.requested):
             raise KeyboardInterrupt
 

@@ -246,6 +246,7 @@ class SlotEngine:
 
     def _receive(self) -> None:
         """Waits for the chunk in progress, and books what it did."""
+        self._follow_up.check_whole()
         if self._running is not None:
             report, tokens = np.asarray(self._running[0]), self._running[1]  # where a Ctrl-C comes, most likely
             self._running = None

@@ -57,14 +57,19 @@ class FollowUp:
 
     # ---- Reports ----
 
+    def check_whole(self) -> None:
+        """Raises RuntimeError when a report was booked in part."""
+        if self._booking:
+            raise RuntimeError(
+                "the engine was interrupted while it booked what finished: load a checkpoint of it, or make a new one"
+            )
+
     def receive(self, report: np.ndarray, tokens: Array, chunk_steps: int) -> None:
         """Books which rollouts ended, and which began where and when: what `programs.chunk` returns.
 
         Raises:
-          RuntimeError: once everything is booked, when `decode` failed; or when an earlier report was booked in part.
+          RuntimeError: once everything is booked, when `decode` failed.
         """
-        if self._booking:
-            raise RuntimeError("the engine was interrupted while it booked what finished: make a new one")
         self._booking = True
         table, s = self._table, len(self._table.slots)
         n, steps = s * chunk_steps, int(report[-1])
@@ -232,7 +237,8 @@ class FollowUp:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """The inverse; mends an interrupted booking, too."""
+        self._booking, self._problem = False, None
         self._stops = {slot: tuple(values) for slot, *values in state["stops"]}
         self._scrubs = dict(state["scrubs"])
         self.extensions = [Extension(*e) for e in state["extensions"]]

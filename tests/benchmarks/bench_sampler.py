@@ -9,7 +9,7 @@ virtual environment holds `transformers` with a CPU build of torch, or `google-t
 
 Requests have log-normal completion lengths (sigma 0.8, median a quarter of the maximum, cut there; seed 0), fixed by
 `max_tokens` with the stop token ignored, so that every side makes the same tokens. Peers decode batches of S rows,
-each to its longest, as they are used: they have no way to refill a row.
+each to its longest, as trainers use them: neither `generate` nor Tunix's sampler refills a row.
 """
 
 import argparse

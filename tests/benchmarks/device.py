@@ -3,7 +3,7 @@
     python tests/benchmarks/device.py [--tiny]
 
 Prints JSON lines: correctness first, then decoding against the measured memory bandwidth, and the train step against
-the measured matmul rate. Takes under 8 minutes on one GPU. `--tiny` makes everything small, to try the script on a CPU.
+the measured matmul rate. `--tiny` makes everything small, to try the script on a CPU.
 """
 
 import argparse

@@ -765,6 +765,27 @@ def test_a_decode_that_fails_is_reported_and_nothing_is_lost(texter):
     assert len(differ) <= 1  # the stop string that was not looked for, at most
 
 
+def test_an_interrupted_booking_is_refused_until_a_checkpoint_is_loaded(texter):
+    def interrupts(ids):
+        raise KeyboardInterrupt
+
+    requests = [request(i, stop_strings=("c", "de")) for i in range(3)]
+    want = run(texter, requests)
+    state, arrays = texter.state_dict(), jax.tree.map(jax.numpy.copy, texter.arrays)
+    follow_up = texter._follow_up
+    decode, follow_up._decode = follow_up._decode, interrupts
+    texter.submit(requests)
+    texter.poll()
+    with pytest.raises(KeyboardInterrupt):
+        texter.poll()
+    follow_up._decode = decode
+    with pytest.raises(RuntimeError, match="interrupted while it booked"):
+        texter.poll()
+    texter.load_state_dict(state, arrays)
+    for ticket, group in run(texter, requests).items():
+        assert_same(group, want[ticket])
+
+
 def test_stop_tokens_and_ignored_eos(texter):
     whole = run(texter, [request(i, ignore_eos=True) for i in range(12)])
     assert all((g.length_PG == T).all() for g in whole.values())

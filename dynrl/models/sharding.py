@@ -88,7 +88,10 @@ def param_shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def place(value: Any, sharding: NamedSharding) -> Array:
-    """A host value that every process holds in full, as a global array, without a compile or a collective."""
+    """A host value as a global array, without a compile or a collective.
+
+    Every process holds it in full, or at least what the sharding puts on the process's devices.
+    """
     host = np.asarray(value)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -115,6 +118,13 @@ def owned_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
     for (start, stop), process in owner_of.items():
         owned[start:stop] = process == jax.process_index()
     return owned
+
+
+def own_shards(mesh: Mesh) -> frozenset[int]:
+    """Row shards that lie on this process's devices, perhaps on those of others too."""
+    shards = num_row_shards(mesh)
+    indices = rows(mesh).addressable_devices_indices_map((shards,)).values()
+    return frozenset(index[0].indices(shards)[0] for index in indices if index is not None)
 
 
 def any_process(flag: bool) -> bool:

@@ -1,6 +1,7 @@
 """The slot engine's state on the devices, and the compiled programs that hand it to each other."""
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ class Device:
         self, config: ModelConfig, mesh: Mesh, options: EngineOptions, shape: CacheShape, *, vocab_size: int,
         pad_id: int, seed: int,
     ) -> None:  # fmt: skip
-        self._config = config
+        self._config, self._mesh = config, mesh
         decoding = dataclasses.replace(config, scan_layers=False)  # decoding is unrolled
         local = Local(mesh, config.num_kv_heads)
         whole, rows = sharding.replicated(mesh), sharding.rows(mesh)
@@ -50,16 +51,17 @@ class Device:
         self.state: EngineState = jax.jit(empty, out_shardings=s)()
 
         def jit(function: Any, ins: Any, outs: Any, donate: Any = (), **fixed: Any) -> Any:
-            # Host arrays go straight into the programs, replicated: placing each first would cost as much as the call.
             return jax.jit(
-                partial(function, **fixed), in_shardings=(*ins, whole), out_shardings=outs, donate_argnums=donate,
+                partial(function, **fixed), in_shardings=(*ins, rows), out_shardings=outs, donate_argnums=donate,
                 compiler_options=self.compiler_options,
             )  # fmt: skip
 
         self.compiler_options = _compiler_options(config)
         model = {"config": decoding, "local": local}
         self._prefill = jit(programs.prefill, (p, s.prefix), s.prefix, 1, **model)
-        self._chunk = jit(programs.chunk, (p, s, whole), (s, whole, whole), 1, chunk_steps=options.chunk_steps, **model)
+        self._chunk = jit(
+            programs.chunk, (p, s, whole, whole), (s, whole, whole), 1, chunk_steps=options.chunk_steps, **model
+        )
         self._stop = jit(programs.stop, (s.slots,), s.slots, 0)
         self._scrub = jit(programs.scrub, (s.layers,), s.layers, 0)
         self._extend = jit(programs.extend, (p, s), s, 1, **model)
@@ -72,30 +74,38 @@ class Device:
     def _decode_layout(self, params: Params) -> Params:
         return cast_floats(unstack_layers(params, self._config.num_layers), self._config.dtype)
 
+    def _rows(self, host: np.ndarray) -> np.ndarray | Array:
+        """Each device gets the rows of its own shard.
+
+        Within one process the array goes straight into the program: placing it first would cost as much as the call.
+        """
+        return host if jax.process_count() == 1 else sharding.place(host, sharding.rows(self._mesh))
+
     def prefill(self, params: Params, host: np.ndarray) -> None:
         """See `programs.prefill`."""
-        self.state = self.state._replace(prefix=self._prefill(params, self.state.prefix, host))
+        self.state = self.state._replace(prefix=self._prefill(params, self.state.prefix, self._rows(host)))
 
-    def chunk(self, params: Params, host: np.ndarray) -> tuple[Array, Array]:
+    def chunk(self, params: Params, control: Sequence[int], host: np.ndarray) -> tuple[Array, Array]:
         """See `programs.chunk`. Returns the report and the drawn tokens."""
-        self.state, report, tokens = self._chunk(params, self.state, self._seed, host)
+        numbers = np.array(control, np.int32)
+        self.state, report, tokens = self._chunk(params, self.state, self._seed, numbers, self._rows(host))
         return report, tokens
 
     def stop(self, host: np.ndarray) -> None:
         """See `programs.stop`."""
-        self.state = self.state._replace(slots=self._stop(self.state.slots, host))
+        self.state = self.state._replace(slots=self._stop(self.state.slots, self._rows(host)))
 
     def scrub(self, host: np.ndarray) -> None:
         """See `programs.scrub`."""
-        self.state = self.state._replace(layers=self._scrub(self.state.layers, host))
+        self.state = self.state._replace(layers=self._scrub(self.state.layers, self._rows(host)))
 
     def extend(self, params: Params, host: np.ndarray) -> None:
         """See `programs.extend`."""
-        self.state = self._extend(params, self.state, host)
+        self.state = self._extend(params, self.state, self._rows(host))
 
     def hand_over(self, num_samples: int, host: np.ndarray) -> tuple[Payload, Array | None]:
         """See `programs.hand_over`."""
-        return self._hand_over[num_samples](self.state.outputs, host)
+        return self._hand_over[num_samples](self.state.outputs, self._rows(host))
 
 
 def _compiler_options(config: ModelConfig) -> dict[str, str] | None:

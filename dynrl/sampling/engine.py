@@ -5,6 +5,8 @@ prefilled, and starts the next chunk with a plan of who is next: the device itse
 between any two steps. Only then does the host deal with what finished: callers verify and train while the device
 decodes. What is in which slot is booked in `slots.py`; the device's side is `state.py` and `programs.py`.
 
+Of several processes, every one gets the same calls and keeps the same books; each feeds the slots of its own devices.
+
 A rollout's tokens depend on its identity and on the sizes that the programs were compiled for (slots, prefill, mesh),
 never on its neighbours, the chunks or the order of requests.
 """
@@ -21,7 +23,7 @@ from dynrl.models.decoder import Params
 from dynrl.sampling.checks import RequestLimits, checked_request
 from dynrl.sampling.device import Device
 from dynrl.sampling.follow_up import FollowUp, Turn
-from dynrl.sampling.host_arrays import chunk_array, extension_array, hand_over_array, prefill_array
+from dynrl.sampling.host_arrays import extension_array, hand_over_array, plan_array, prefill_array
 from dynrl.sampling.memory import CacheShape
 from dynrl.sampling.options import EngineOptions, buckets, cache_shape, num_prefix_rows
 from dynrl.sampling.slots import Extension, Group, Prefill, SlotTable
@@ -66,6 +68,7 @@ class SlotEngine:
                 f"{max(1, -(-s // shards)) * shards}"
             )
         self._config, self._options, self._shards = config, options, shards
+        self._own_shards = sharding.own_shards(mesh)
         self._eos_id, self._pad_id = eos_id, pad_id
         self._buckets = buckets(max(options.max_prompt_tokens - 1, 1))
         self._extend_buckets = buckets(options.max_extend_tokens) if options.max_extend_tokens else []
@@ -280,7 +283,7 @@ class SlotEngine:
             raise RuntimeError("the sampler has no weights: call update_weights first")
         bucket = self._bucket(planned[0].group.request)
         width, rows = self._width(bucket), self._table.num_prefix_rows
-        host = prefill_array(planned, bucket, width, self._shards, rows)
+        host = prefill_array(planned, self._own_shards, bucket, width, self._shards, rows)
         self._device.prefill(self._params, host)
         self._follow_up.counters["prefill_tokens"] += host.shape[0] * bucket
 
@@ -288,9 +291,8 @@ class SlotEngine:
         """Decodes, and begins what is planned; `_receive` waits for it."""
         table = self._table
         enough = self._refill_slots if table.has_work and not self._pending else self._options.num_slots + 1
-        control = max_steps, enough, self._version
-        host = chunk_array(control, table.planned, table.max_planned, self._eos_id)
-        self._running = self._device.chunk(self._params, host)
+        host = plan_array(table.planned, self._own_shards, table.max_planned, self._eos_id)
+        self._running = self._device.chunk(self._params, (max_steps, enough, self._version), host)
 
     def _run_extensions(self) -> None:
         """The first ones of each shard, those of one length bucket together, until none is left."""
@@ -304,7 +306,7 @@ class SlotEngine:
                 fits = room[shard] > 0 and self._extend_bucket(extension) == bucket
                 room[shard] -= fits
                 (now if fits else later).append(extension)
-            host = extension_array(now, bucket, width, self._shards, self._local_slots)
+            host = extension_array(now, self._own_shards, bucket, width, self._shards, self._local_slots)
             self._device.extend(self._params, host)
             self._follow_up.extensions = later
             self._follow_up.extended(now)  # only now: a chunk that was under way had the slots at rest
@@ -315,8 +317,9 @@ class SlotEngine:
         """Has the device gather finished groups; the function returned waits for it."""
         per_shard = self.groups_per_poll(num_samples) // self._shards
         host, tickets_P, valid_P = hand_over_array(
-            groups, per_shard, self._shards, num_samples, self._options.max_prompt_tokens, self._pad_id
-        )
+            groups, self._own_shards, per_shard, self._shards, num_samples, self._options.max_prompt_tokens,
+            self._pad_id,
+        )  # fmt: skip
         payload, full_logp = self._device.hand_over(num_samples, host)
         length_PG, finish_PG = host[:, -2 * num_samples : -num_samples], host[:, -num_samples:]
         owned_P = self._owned[num_samples]
@@ -341,12 +344,12 @@ class SlotEngine:
             raise RuntimeError("warm_up runs every program on nothing: call it while nothing is in flight")
         s, n, table, device = self._options.num_slots, self._shards, self._table, self._device
         for bucket in self._buckets:
-            device.prefill(self._params, prefill_array([], bucket, self._width(bucket), n, table.num_prefix_rows))
+            device.prefill(self._params, prefill_array([], (), bucket, self._width(bucket), n, table.num_prefix_rows))
         for bucket in self._extend_buckets:
-            device.extend(self._params, extension_array([], bucket, self._width(bucket), n, self._local_slots))
+            device.extend(self._params, extension_array([], (), bucket, self._width(bucket), n, self._local_slots))
         device.stop(np.zeros((s, 4), np.int32))
         device.scrub(np.full(s, self.shape.columns, np.int32))
-        device.chunk(self._params, chunk_array((0, 0, 0), table.planned, table.max_planned, self._eos_id))
+        device.chunk(self._params, (0, 0, 0), plan_array(table.planned, (), table.max_planned, self._eos_id))
         for size in self._limits.group_sizes:
             self.filler(size)
 

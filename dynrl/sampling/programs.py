@@ -198,8 +198,9 @@ class Chunk(NamedTuple):
 
 
 def chunk(
-    params: Params, state: EngineState, seed: Array, host: Array, config: ModelConfig, chunk_steps: int, local: Local
-) -> tuple[EngineState, Array, Array]:
+    params: Params, state: EngineState, seed: Array, control_3: Array, host_MF: Array, config: ModelConfig,
+    chunk_steps: int, local: Local,
+) -> tuple[EngineState, Array, Array]:  # fmt: skip
     """Decodes; gives slots that are or come free to the next in turn, between any two steps.
 
     Ends at the step limit, when enough slots came free that the plan has nobody for, or when nothing is left to do.
@@ -208,8 +209,8 @@ def chunk(
       params: in the decode layout.
       state: donated.
       seed: uint32 scalar.
-      host: int32 [1 + M, ADMISSION_WIDTH]; its first row holds the steps at most (up to chunk_steps), the slots that
-        must come free to end sooner, and the weights' version; the others an Admission each, those of a shard together.
+      control_3: int32: steps at most (up to chunk_steps), slots that must come free to end sooner, version of weights.
+      host_MF: int32 [M, ADMISSION_WIDTH], an Admission a row, those of a shard together.
       config: the architecture.
       chunk_steps: K.
       local: runs functions by row shard.
@@ -218,8 +219,8 @@ def chunk(
       The state; int32 [S * K + 2 * M + 1]: Finish or OPEN by slot and step, slot (within its shard) and step at which
       each of the plan began or -1, and the steps made; the drawn tokens [S, K].
     """
-    control, prefix, num_slots = host[0], state.prefix, state.slots.token_S.shape[0]
-    plan = _plan(seed, host[1:])
+    prefix, num_slots = state.prefix, state.slots.token_S.shape[0]
+    plan = _plan(seed, host_MF)
     refill = local(fill, "kv kv rows rows rows rows all -> kv rows rows rows")
     write = local(write_outputs, "rows rows rows rows -> rows")
 
@@ -237,7 +238,7 @@ def chunk(
         i, c = carry
         free_D, left_D = free_and_left(c.slots, c.taken_D)
         work = jnp.any(c.slots.active_S) | jnp.any(jnp.minimum(free_D, left_D) > 0)
-        return (i < control[0]) & work & (nobody_for(c.slots, c.taken_D) - idle < control[1])
+        return (i < control_3[0]) & work & (nobody_for(c.slots, c.taken_D) - idle < control_3[1])
 
     def body(carry: tuple[Array, Chunk]) -> tuple[Array, Chunk]:
         i, c = carry
@@ -245,14 +246,14 @@ def chunk(
         layers, begun, taken_D, begun_M2 = refill(c.layers, prefix, c.slots, plan, c.taken_D, c.begun_M2, i)
         layers, slots, draw, finish_S = decode(params, layers, begun, config)
         full_logp = None if c.outputs.full_logp_RT is None else draw.full_logp_N
-        new = Outputs(draw.token_N, draw.logp_N, jnp.full_like(finish_S, control[2]), full_logp)
+        new = Outputs(draw.token_N, draw.logp_N, jnp.full_like(finish_S, control_3[2]), full_logp)
         outputs = write(c.outputs, new, jnp.where(begun.active_S & draw.finite_N, begun.row_S, -1), begun.made_S)
         record = partial(jax.lax.dynamic_update_slice, start_indices=(0, i))
         tokens_SK, finish_SK = record(c.tokens_SK, draw.token_N[:, None]), record(c.finish_SK, finish_S[:, None])
         return i + 1, Chunk(layers, slots, outputs, taken_D, begun_M2, tokens_SK, finish_SK)
 
     zero, none_SK = jnp.int32(0), jnp.full((num_slots, chunk_steps), OPEN)
-    taken_D, begun_M2 = jnp.zeros(local.shards, jnp.int32), jnp.full((host.shape[0] - 1, 2), -1)
+    taken_D, begun_M2 = jnp.zeros(local.shards, jnp.int32), jnp.full((host_MF.shape[0], 2), -1)
     # Once outside of the loop, for a chunk of no steps.
     layers, slots, taken_D, begun_M2 = refill(state.layers, prefix, state.slots, plan, taken_D, begun_M2, zero)
     idle = nobody_for(slots, taken_D)

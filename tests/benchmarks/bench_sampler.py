@@ -261,7 +261,7 @@ def prefill_only(engine: SlotEngine, num_prompts: int) -> None:
     """The engine's prefill programs for so many prompts."""
     bucket, device, params = PROMPT - 1, engine._device, engine.arrays.params
     width = engine._width(bucket)
-    group = prefill_array([], bucket, width, 1, 2 * width)
+    group = prefill_array([], (), bucket, width, 1, 2 * width)
     for _ in range(-(-num_prompts // width)):
         device.prefill(params, group)
     jax.block_until_ready(device.state.prefix)

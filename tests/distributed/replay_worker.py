@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from processes import join
 from run_helpers import row_hashes, wrap
 
 from dynrl.build import Parts, build
@@ -275,12 +276,7 @@ def _path(path):
 def main():
     spec_path, process = Path(sys.argv[1]), int(sys.argv[2])
     spec = json.loads(spec_path.read_text())
-    if spec["num_processes"] > 1:
-        jax.distributed.initialize(
-            f"127.0.0.1:{spec['port']}", spec["num_processes"], process, initialization_timeout=60,
-            heartbeat_timeout_seconds=30, shutdown_timeout_seconds=30,
-        )  # fmt: skip
-    assert jax.device_count() == spec["num_devices"]
+    join(spec, process)
     mode = {"record": record, "replay": replay, "free": free}[spec["mode"]]
     result = mode(spec, spec_path.parent)
     (spec_path.parent / f"RESULT_{process}.json").write_text(json.dumps(result))

@@ -6,19 +6,15 @@ step once more, from its checkpoint and with its rollouts. Two processes also ru
 
 import json
 import shutil
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from run_helpers import ROOT, child_environment, reproducible
+from processes import work
+from run_helpers import reproducible
 
 from dynrl.config import to_mapping
 
 NUM_STEPS = 6
-DEADLINE_SECS = 400
 WORKER = Path(__file__).with_name("replay_worker.py")
 
 
@@ -39,44 +35,10 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def work(folder, cache, spec, num_processes, num_devices):
-    """Runs the worker in all its processes, and returns what each of them saw."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    folder.mkdir(parents=True, exist_ok=True)
-    spec = {**spec, "num_processes": num_processes, "num_devices": num_devices, "port": port}
-    (folder / "spec.json").write_text(json.dumps(spec))
-    environment = child_environment(num_devices // num_processes, cache)
-    logs = [(folder / f"log_{i}").open("w+") for i in range(num_processes)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(folder / "spec.json"), str(i)], cwd=ROOT, env=environment,
-            stdout=log, stderr=subprocess.STDOUT,
-        )
-        for i, log in enumerate(logs)
-    ]  # fmt: skip
-    deadline = time.monotonic() + DEADLINE_SECS
-    try:
-        while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
-            if any(p.poll() for p in processes):
-                deadline = min(deadline, time.monotonic() + 5)  # the others would wait for it in vain
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    texts = [(folder / f"log_{i}").read_text()[-6000:] for i in range(num_processes)]
-    for log in logs:
-        log.close()
-    assert [p.returncode for p in processes] == [0] * num_processes, "\n---\n".join(texts)
-    return [json.loads((folder / f"RESULT_{i}.json").read_text()) for i in range(num_processes)]
-
-
 @pytest.fixture(scope="module")
 def recording(mapping, cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("recording")
-    (seen,) = work(folder, cache, {"mode": "record", "config": mapping}, 1, 1)
+    (seen,) = work(WORKER, folder, cache, {"mode": "record", "config": mapping}, 1, 1)
     return folder, seen["whole"]
 
 
@@ -99,7 +61,7 @@ def test_recorded_rollouts_give_the_same_steps(recording, mapping, cache, tmp_pa
         shutil.copy(folder / "run" / "metrics.jsonl", target)
     spec = {"mode": "replay", "config": mapping, "steps": list(range(NUM_STEPS))}
     spec["rollouts"] = str(folder / "rollouts.npz")
-    seen = work(tmp_path, cache, spec, num_processes, num_devices)
+    seen = work(WORKER, tmp_path, cache, spec, num_processes, num_devices)
 
     expected_rows = {r["run/step"]: r for r in whole["rows"]}
     assert any(r.get("backfill/carried_groups") for r in whole["rows"])
@@ -126,7 +88,7 @@ def test_recorded_rollouts_give_the_same_steps(recording, mapping, cache, tmp_pa
 def test_two_processes_run_resume_and_stop_together(mapping, cache, tmp_path):
     spec = {"mode": "free", "config": {**mapping, "checkpoint": {"every_steps": 2, "max_to_keep": 2}}}
     spec["parts"] = [[3, None], [5, None], [20, 1]]  # the last part: process 1 is interrupted in its second step
-    first, second = work(tmp_path, cache, spec, 2, 4)
+    first, second = work(WORKER, tmp_path, cache, spec, 2, 4)
     for part, last in (("3", 3), ("5", 5), ("20", 7)):
         a, b = first[part], second[part]
         for key in ("reason", "step", "digest", "weights", "verdicts"):

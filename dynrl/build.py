@@ -21,7 +21,7 @@ from dynrl.rollout.buffer import GroupBuffer
 from dynrl.rollout.judge import Judge
 from dynrl.rollout.records import warm_up_gather
 from dynrl.rollout.rounds import RoundsProducer
-from dynrl.rollout.schedules import Rounds
+from dynrl.rollout.schedules import make_schedule
 from dynrl.rollout.statistics import RolloutStatistics
 from dynrl.sampling.engine import SlotEngine
 from dynrl.tasks.base import TaskSource
@@ -118,7 +118,7 @@ def check_algorithm(config: RunConfig) -> list[str]:
             f"config.loss.estimator_kwargs: weights = {weights} are {len(weights)}, loss.rewards names {len(c.rewards)}"
         )
     warnings = []
-    versions = config.train.num_epochs * config.train.num_minibatches
+    versions = config.versions_per_step
     if ds.surplus == "carry" and ds.max_surplus_age_versions < versions:
         warnings.append(
             f"dynamic_sampling.max_surplus_age_versions = {ds.max_surplus_age_versions} makes every carried group too "
@@ -139,11 +139,12 @@ def check_algorithm(config: RunConfig) -> list[str]:
 
 
 def make_buffer(config: RunConfig, mesh: Mesh) -> GroupBuffer:
-    """A buffer for what a step may leave over and one round more."""
+    """A buffer for all groups that may be ready at once: as many as may be open, and those held to relax the filter."""
     b = config.num_prompts_per_step
+    held = b if config.dynamic_sampling.on_exhausted == "relax" else 0
     return GroupBuffer(
         mesh,
-        capacity=b - 1 + Rounds.max_groups_per_round(config.dynamic_sampling, b),
+        capacity=make_schedule(config).max_open + held,
         batch_size=b,
         num_samples=config.num_generations_per_prompt,
         max_prompt_tokens=config.tasks.max_prompt_tokens,
@@ -186,6 +187,7 @@ def build(config: RunConfig) -> Parts:
     selector = named(
         "tasks.selector", make_selector, config.tasks.selector, seed=config.seed, **config.tasks.selector_kwargs
     )
+    named("schedule.name", make_schedule, config)
     buffer = named("num_prompts_per_step", make_buffer, config, mesh)
     optimizer = make_optimizer(config.train, config.num_steps)
     reference = config.loss.kl_coef > 0

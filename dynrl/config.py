@@ -21,6 +21,8 @@ PositiveInt = Annotated[int, "must be positive", lambda x: x > 0]
 PositiveFloat = Annotated[float, "must be positive and finite", lambda x: 0 < x < math.inf]
 NonNegativeInt = Annotated[int, "must not be negative", lambda x: x >= 0]
 NonNegativeFloat = Annotated[float, "must be finite and not negative", lambda x: 0 <= x < math.inf]
+Fraction = Annotated[float, "must lie in 0 to 1", lambda x: 0 <= x <= 1]
+Probability = Annotated[float, "must lie between 0 and 1", lambda x: 0 < x < 1]
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,13 @@ class DynamicSamplingConfig:
     filter: str = "has_signal"  # a built-in name, or package.module:function
     filter_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_num_gen_batches: NonNegativeInt = 10  # rounds per step; 0 = no cap
-    max_replacements_per_slot: PositiveInt = 32  # B times as many groups in a row may carry no signal, at any cap
-    on_exhausted: Literal["raise", "short"] = "raise"
-    max_consecutive_empty_steps: NonNegativeInt = 3  # on_exhausted = "short": steps that may end with no group at all
+    max_replacements_per_slot: PositiveInt = 32  # under rounds: B times as many groups in a row may not be kept
+    on_exhausted: Literal["raise", "short", "relax", "carry"] = "raise"
+    max_consecutive_unfilled_steps: NonNegativeInt = 3  # "short", "carry": tries in a row that may train nothing
     on_data_end: Literal["short", "stop"] = "short"
-    oversample: float = 1.0  # groups dispatched per group that is missing
+    oversample: float | Literal["none", "adaptive"] = 1.0  # groups dispatched per group that is missing; 1 = none
+    max_oversample: PositiveFloat = 4.0  # at most, where it is adaptive
+    fill_probability: Probability = 0.9  # with which adaptive oversampling fills the step at once
     refill: Literal["deficit", "full"] = "deficit"  # later rounds: what is missing, or whole rounds as published
     surplus: Literal["carry", "drop"] = "carry"
     max_surplus_age_versions: NonNegativeInt = 8  # carried groups older than this are dropped as stale
@@ -135,6 +139,11 @@ class RolloutFailureConfig:
     """Budgets for infrastructure and verifier failures; a filtered group never counts here."""
 
     max_infra_attempts_per_prompt: PositiveInt = 3
+    max_data_attempts_per_prompt: PositiveInt = 1  # where the verifier raised, or returned no number
+    retry_backoff_secs: NonNegativeFloat = 0.5  # before the second attempt; twice as long before each further one
+    max_retry_backoff_secs: NonNegativeFloat = 30.0
+    on_dropped_prompt: Literal["replace", "shrink"] = "replace"
+    min_step_batch_fraction: Fraction = 0.5  # "shrink": groups that a step must have, as a share of B
     min_live_per_group: NonNegativeInt = 0  # fewer live rollouts fail the group; 0 = num_generations_per_prompt
     max_skipped_prompts: NonNegativeInt = 1000  # failed groups in a run
     max_consecutive_dropped_prompts: NonNegativeInt = 128  # failed groups in a row
@@ -142,9 +151,14 @@ class RolloutFailureConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Who trains when. Further schedules come under the same interface."""
+    """Who trains when."""
 
-    name: str = "rounds"
+    name: str = "rounds"  # rounds | in_order | ready_first | weight_fifo | windowed | package.module:Class
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # of a class of your own
+    mode: Literal["streaming", "async"] = "streaming"  # "async": groups are generated while a step is trained
+    max_lookahead_versions: NonNegativeInt = 0  # in_order: how far ahead of the weights a group's step may be
+    max_staleness_versions: NonNegativeInt = 1  # the others: updates between a group's dispatch and its step
+    sample_freshest_first: bool = True  # windowed
 
 
 @dataclass(frozen=True)
@@ -236,6 +250,11 @@ class RunConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
+    @property
+    def versions_per_step(self) -> int:
+        """Optimizer updates of a step."""
+        return self.train.num_epochs * self.train.num_minibatches
+
 
 def from_mapping(mapping: Any) -> RunConfig:
     """Converts a `ConfigDict` (or any nested mapping) and validates it.
@@ -252,9 +271,12 @@ def from_mapping(mapping: Any) -> RunConfig:
 
 def config_dict() -> Any:
     """A `ConfigDict` of every key at its default, for the files of configs/ to change."""
-    from ml_collections import ConfigDict
+    from ml_collections import ConfigDict, FieldReference
 
-    return ConfigDict(to_mapping(RunConfig()))
+    c: Any = ConfigDict(to_mapping(RunConfig()))
+    # A number or a word: a plain field keeps the type that it begins with.
+    c.dynamic_sampling.oversample = FieldReference(c.dynamic_sampling.oversample, field_type=object)
+    return c
 
 
 def to_mapping(config: RunConfig) -> dict[str, Any]:

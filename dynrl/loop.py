@@ -29,6 +29,7 @@ from dynrl.rollout.events import (
     Command,
     Dispatch,
     Draw,
+    Drawn,
     Event,
     Free,
     Resumed,
@@ -181,7 +182,8 @@ class Loop:
     def _draw(self, num: int) -> TasksDrawn:
         """Tasks -> selector."""
         ids = [int(i) for i in self.parts.selector.draw(num, self.parts.store)]  # a selector's own may be NumPy's
-        return TasksDrawn(tuple(zip(ids, self.parts.visits.next_visits(ids), strict=True)), num)
+        sources = [task.source for task in self.parts.store.get(ids)]
+        return TasksDrawn(tuple(map(Drawn, ids, self.parts.visits.next_visits(ids), sources)), num)
 
     def _produce(self) -> list[Command]:
         """Selector -> sampler -> reward -> group filter -> buffer; the selector learns of every judged group."""
@@ -201,16 +203,15 @@ class Loop:
         """Buffer -> batch -> train step -> weights to the sampler -> row, evaluation, checkpoint."""
         self._await_weights()  # a step that surplus fills follows the step before at once
         parts, step, version = self.parts, self.controller.step, self.controller.version
-        surplus = self.controller.ledger.level(Phase.READY) - len(tickets)
-        num_rounds = self.controller.schedule.num_rounds
+        counts, surplus = dict(self.controller.totals), self.controller.ledger.level(Phase.READY)
         parts.statistics.trained(parts.buffer.records(tickets), step, version)
         self._training_since = time.perf_counter()
         parts.state, metrics = parts.train_step(parts.state, parts.buffer.take(tickets))
         parts.buffer.free(tickets)
-        version += self.config.train.num_epochs * self.config.train.num_minibatches
+        version += self.config.versions_per_step
         parts.sampler.update_weights(parts.state.params, version)
         commands = self._advance(StepTrained(version))
-        row = parts.statistics.row(self.controller.ledger.totals(), num_rounds, surplus)
+        row = parts.statistics.row(self.controller.ledger.totals(), counts, self.controller.keep_rate, surplus)
         self.books.add_row({"run/step": step + 1, "run/version": version, **row, **self._sampler_row()}, metrics)
         every = self.config.evaluation.every_steps
         if every and (step + 1) % every == 0:

@@ -7,6 +7,8 @@ Rules that need the core's or the tasks' own knowledge are checked where these a
 import dataclasses
 import difflib
 import json
+import math
+import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -53,6 +55,11 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
         if not isinstance(value, tuple | list):
             raise ConfigError(f"config.{name}: expected a tuple, got {value!r}")
         return tuple(_checked(typing.get_args(hint)[0], v, f"{name}[{i}]") for i, v in enumerate(value))
+    if origin in (types.UnionType, typing.Union):  # of a plain type and words
+        plain, words = typing.get_args(hint)
+        if isinstance(value, str):
+            return _checked(words, value, name)
+        return _checked(plain, value, name)
     if origin is not None:  # Mapping[str, Any]
         if not isinstance(value, Mapping):
             raise ConfigError(f"config.{name}: expected a mapping, got {value!r}")
@@ -79,7 +86,12 @@ def validate(config: "RunConfig") -> None:
     _validate_shapes(config, require)
     _validate_loss(config, require)
     g, ds = config.num_generations_per_prompt, config.dynamic_sampling
-    require(ds.oversample >= 1, "dynamic_sampling.oversample", "must be at least 1: fewer groups cannot fill a step")
+    fixed = not isinstance(ds.oversample, str)
+    require(
+        not fixed or 1 <= float(ds.oversample) < math.inf,
+        "dynamic_sampling.oversample",
+        "must be at least 1: fewer groups cannot fill a step",
+    )
     require(
         config.rollout_failure.min_live_per_group <= g,
         "rollout_failure.min_live_per_group",
@@ -87,7 +99,6 @@ def validate(config: "RunConfig") -> None:
     )
     require(0 <= config.train.adam_b1 < 1, "train.adam_b1", "must lie in [0, 1)")
     require(0 <= config.train.adam_b2 < 1, "train.adam_b2", "must lie in [0, 1)")
-    require(config.schedule.name == "rounds", "schedule.name", "is not a schedule; there is: rounds")
 
 
 def _validate_loss(config: "RunConfig", require: Callable[[bool, str, str], None]) -> None:

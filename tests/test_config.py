@@ -65,7 +65,6 @@ WRONG = [
     ({"tasks": {"source_kwargs": {"a": float("nan")}}}, r"config\.tasks\.source_kwargs: .* is not JSON-able"),
     ({3: 1}, r"config\.3: there is no such key"),
     ({"loss": {"tis_cap": 0.5}}, r"config\.loss\.tis_cap: 0\.5 must be 0 \(off\) or at least 1"),
-    ({"schedule": {"name": "windowed"}}, r"config\.schedule\.name: 'windowed' is not a schedule"),
     ({"dynamic_sampling": {"oversample": 0.5}}, r"config\.dynamic_sampling\.oversample: 0\.5 must be at least 1"),
     ({"dynamic_sampling": {"filter_kwargs": 1}}, r"config\.dynamic_sampling\.filter_kwargs: expected a mapping, got 1"),
     ({"rollout_failure": {"min_live_per_group": 9}}, r"min_live_per_group: 9 exceeds num_generations_per_prompt = 8"),

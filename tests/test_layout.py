@@ -12,6 +12,8 @@ from dynrl.config import RunConfig
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dynrl"
 
+# The controller's own modules.
+PLAIN = {f"rollout.{name}" for name in ("ledger", "events", "schedules", "keep_rate", "state", "budgets")}
 # What each part may import of dynrl; a prefix allows everything below it.
 ALLOWED = {
     "types": set(),
@@ -29,8 +31,9 @@ ALLOWED = {
     "tasks": {"tasks", "types"},
     "rollout.ledger": set(),
     "rollout.events": {"rollout.ledger", "types"},
-    "rollout.schedules": {"rollout.ledger", "types", "config"},
-    "rollout.controller": {"rollout.ledger", "rollout.events", "rollout.schedules", "types", "config"},
+    "rollout.schedules": {"rollout.schedules", "rollout.ledger", "tasks.sources", "types", "config"},
+    "rollout.keep_rate": {"rollout.ledger", "types"},
+    **{f"rollout.{name}": {*PLAIN, "types", "config"} for name in ("state", "budgets", "controller")},
     "rollout": {"rollout", "models", "core", "tasks", "types", "config", "metrics"},
     "training": {"training", "models", "core", "types", "config"},
     "evaluation": {"rollout", "tasks", "models", "metrics", "types", "config"},
@@ -71,9 +74,7 @@ NO_JAX = [
     "types",
     "config",
     "validation",
-    "rollout.ledger",
-    "rollout.events",
-    "rollout.schedules",
+    *sorted(PLAIN),
     "rollout.controller",
     "tasks",
 ]

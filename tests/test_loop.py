@@ -21,6 +21,7 @@ from dynrl.config import ConfigError, to_mapping
 from dynrl.loop import RunError
 from dynrl.models import sharding
 from dynrl.models.sharding import place, replicated
+from dynrl.rollout.ledger import Phase
 from dynrl.training.warm_start import cached_warm_start
 from dynrl.types import Verdict
 
@@ -71,11 +72,12 @@ def check_steps(rows, num_steps):
         assert not STEP_KEYS - row.keys()
         assert all(v is None or math.isfinite(v) for v in row.values())
         ended = row["ledger/trained"] + row["ledger/dropped"] + row["ledger/failed"]
-        levels = row["ledger/in_flight"] + row["ledger/judging"] + row["ledger/ready"]
+        levels = sum(row[f"ledger/{phase}"] for phase in Phase)
         assert row["ledger/dispatched"] == ended + levels
         reasons = [v for k, v in row.items() if k.startswith("ledger/dropped/")]
         assert row["ledger/dropped"] == sum(reasons)
-        assert row["ledger/ready"] == row["backfill/surplus_groups"]
+        # What is left over is ready, or in the next batch at once.
+        assert row["ledger/ready"] + row["ledger/training"] == row["backfill/surplus_groups"]
         assert row["run/recompiles"] == 0
 
 
@@ -237,9 +239,9 @@ def test_short_steps_train_what_was_kept(config_of, tmp_path):
 def test_steps_that_keep_nothing_make_no_update_and_end(config_of, tmp_path):
     config = config_of(
         reward__verifier="user_code:never", dynamic_sampling__max_num_gen_batches=1,
-        dynamic_sampling__on_exhausted="short", dynamic_sampling__max_consecutive_empty_steps=2,
+        dynamic_sampling__on_exhausted="short", dynamic_sampling__max_consecutive_unfilled_steps=2,
     )  # fmt: skip
-    with pytest.raises(RunError, match=r"3 times in a row, .*max_consecutive_empty_steps = 2"):
+    with pytest.raises(RunError, match=r"3 times in a row, .*max_consecutive_unfilled_steps = 2"):
         quick_run(config, tmp_path)
     assert [r["run/step"] for r in on_disk(tmp_path)] == [0]
 

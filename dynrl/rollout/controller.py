@@ -2,99 +2,49 @@
 
 It decides what is drawn, what a step trains on, what is dropped, and when the run ends. Everything it knows comes
 as an event, so the same events give the same commands on every process and after every restart (laws 4 and 7).
-Payloads are not here: they lie in the `GroupBuffer`, by ticket.
+Payloads are not here: they lie in the `GroupBuffer`, by ticket. What happens when a budget is used up stands in
+`budgets.py`.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from dynrl.config import RunConfig
+from dynrl.rollout.budgets import data_ended, failures_exhausted, short_note, shrink, slot_exhausted, step_exhausted
 from dynrl.rollout.events import (
+    AttemptsFailed,
+    Cancel,
     Command,
     Dispatch,
     Draw,
     Event,
-    Free,
     GroupsGenerated,
     GroupsJudged,
+    Judgement,
     Resumed,
+    Retry,
     StepTrained,
-    Stop,
     StopRequested,
     TasksDrawn,
     Train,
-    Warn,
 )
-from dynrl.rollout.ledger import Dropped, Ledger, Phase
-from dynrl.rollout.schedules import Exhausted, Schedule, make_schedule
+from dynrl.rollout.ledger import Dropped, Phase, Ticket
+from dynrl.rollout.schedules import make_schedule
+from dynrl.rollout.state import ControllerState
 from dynrl.types import Verdict
 
 _OF_REWARDS = ("mixed", "all_pass", "all_fail", "uniform")  # patterns that say nothing about a failed group
 
 
-@dataclass
-class ControllerState:
-    """Everything the reducer knows; `state_dict` is JSON-able and bounded by what is open."""
-
-    config: RunConfig
-    schedule: Schedule
-    ledger: Ledger = field(default_factory=Ledger)
-    step: int = 0  # optimizer steps made
-    version: int = 0
-    awaiting: str = ""  # "draw" or "train": a command whose answer is outstanding
-    training: tuple[int, ...] = ()  # the tickets of the outstanding Train
-    data_ended: bool = False
-    stopped: bool = False
-    empty_steps: int = 0  # steps in a row that ended without a group
-    failed_in_row: int = 0
-    verdicts: Counter[str] = field(default_factory=Counter)  # of the step being filled, for messages
-    patterns: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def batch_size(self) -> int:
-        """B."""
-        return self.config.num_prompts_per_step
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {
-            "ledger": self.ledger.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "step": self.step,
-            "version": self.version,
-            "awaiting": self.awaiting,
-            "training": list(self.training),
-            "data_ended": self.data_ended,
-            "empty_steps": self.empty_steps,
-            "failed_in_row": self.failed_in_row,
-            "verdicts": dict(self.verdicts),
-            "patterns": dict(self.patterns),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse. A restored run is not stopped: it may have been given more steps."""
-        self.ledger = Ledger.from_state_dict(state["ledger"])
-        self.schedule.load_state_dict(state["schedule"])
-        self.step, self.version = state["step"], state["version"]
-        self.awaiting, self.training = state["awaiting"], tuple(state["training"])
-        self.data_ended, self.stopped = state["data_ended"], False
-        self.empty_steps, self.failed_in_row = state["empty_steps"], state["failed_in_row"]
-        self.verdicts, self.patterns = Counter(state["verdicts"]), Counter(state["patterns"])
-
-
 def initial_state(config: RunConfig) -> ControllerState:
     """The state before the first event."""
-    schedule = make_schedule(config.schedule.name, config.dynamic_sampling, config.num_prompts_per_step)
-    return ControllerState(config, schedule)
+    return ControllerState(config, make_schedule(config))
 
 
 def apply(state: ControllerState, event: Event) -> tuple[ControllerState, list[Command]]:
     """Takes one event.
 
     Args:
-      state: consumed: updated in place and returned, so that an event costs O(1).
+      state: consumed: updated in place and returned, so that an event costs what it is about, not what is open.
       event: what happened.
 
     Returns:
@@ -112,165 +62,261 @@ def apply(state: ControllerState, event: Event) -> tuple[ControllerState, list[C
             state.ledger.move(event.tickets, Phase.JUDGING)
         case GroupsJudged():
             commands += _judged(state, event)
+        case AttemptsFailed():
+            commands += _attempts_failed(state, event)
         case StepTrained():
             commands += _trained(state, event)
         case StopRequested():
-            commands += _stop(state, event.reason)
+            commands += state.stop(event.reason)
         case Resumed():
-            commands += _resumed(state)
-    if not state.stopped and not state.awaiting:
-        commands += _decide(state)
+            commands += _resumed(state, event)
+    commands += _decide(state)
     state.ledger.check()
     return state, commands
 
 
-def _resumed(state: ControllerState) -> list[Command]:
-    """Forgets commands whose answer never came, which are decided again, and resubmits what was under way."""
-    state.awaiting, state.training = "", ()
-    under_way = tuple(state.ledger.restart())
-    return [Dispatch(under_way)] if under_way else []
+# ---- Events ----
+
+
+def _resumed(state: ControllerState, event: Resumed) -> list[Command]:
+    """Resubmits what was under way, and asks again for what was not answered."""
+    under_way = () if event.in_flight else tuple(state.ledger.restart())
+    commands: list[Command] = [Dispatch(under_way)] if under_way else []
+    if state.training:
+        commands.append(Train(tuple(sorted(state.ledger.open[Phase.TRAINING])), state.train_note))
+    return [*commands, Draw(len(state.drawing))] if state.drawing else commands
 
 
 def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:
-    if state.awaiting != "draw":
+    """Gives each drawn task the place that it is for: that of a dropped group first."""
+    stamps, state.drawing = state.drawing, []
+    if not stamps:
         raise ValueError(f"{len(event.draws)} tasks were drawn, but no Draw is outstanding")
     if len(event.draws) > event.requested:
         raise ValueError(f"{len(event.draws)} tasks were drawn, {event.requested} asked for")
-    state.awaiting = ""
     state.data_ended |= len(event.draws) < event.requested
     if not event.draws:
         return []
-    index = state.schedule.replacement_index()
-    tickets = tuple(state.ledger.dispatch(t, v, state.version, state.step, index) for t, v in event.draws)
+    cohort = state.keep_rate.dispatched([d.source for d in event.draws])
+    round_number, tickets = state.schedule.round_number, []
+    for (task_id, visit, source), step in zip(event.draws, stamps, strict=False):
+        vacancies = state.vacancies.get(step)
+        index = round_number if not vacancies else vacancies.pop()
+        state.totals["replaced_groups"] += index > 0
+        tickets.append(
+            state.ledger.dispatch(
+                task_id, visit, state.version, state.filling, index, for_step=step, cohort=cohort, source=source
+            )
+        )
     state.schedule.on_dispatch(len(tickets))
-    return [Dispatch(tickets)]
+    state.totals["num_rounds"] += state.schedule.capabilities.has_rounds
+    return [Dispatch(tuple(tickets))]
 
 
 def _judged(state: ControllerState, event: GroupsJudged) -> list[Command]:
-    ledger, budget, longest_run = state.ledger, state.config.rollout_failure, 0
-    state.verdicts.update([j.verdict for j in event.judgements])
-    state.patterns.update(
-        [j.pattern for j in event.judgements if j.verdict is not Verdict.FAILED or j.pattern not in _OF_REWARDS]
-    )
-    ended: dict[Verdict, list[int]] = {verdict: [] for verdict in Verdict}
-    for ticket, verdict, _ in event.judgements:
-        ended[verdict].append(ticket)
-        if verdict is Verdict.FAILED:
-            state.failed_in_row += 1
-            longest_run = max(longest_run, state.failed_in_row)
+    ledger, commands = state.ledger, []
+    ended: dict[Verdict, list[Judgement]] = {verdict: [] for verdict in Verdict}
+    for j in event.judgements:
+        ended[j.verdict].append(j)
+        if j.verdict is not Verdict.FAILED or j.pattern not in _OF_REWARDS:
+            state.patterns[j.pattern] += 1
+    state.schedule.on_end([j.verdict for j in event.judgements])
+    _kept(state, [j.ticket for j in ended[Verdict.KEPT]])
+    commands += _filtered(state, ended[Verdict.FILTERED])
+    if ended[Verdict.STALE]:
+        gone = ledger.end([j.ticket for j in ended[Verdict.STALE]], dropped=Dropped.STALE)
+        state.count(Verdict.STALE, gone)
+        commands += [c for t in gone for c in _vacate(state, t, t.replacement_index)]
+    # In the order in which they came: a group that did not fail ends a run of failures.
+    for j in event.judgements:
+        if j.verdict is Verdict.FAILED:
+            commands += _failed(state, j.ticket, j.cause, judged=True)
         else:
             state.failed_in_row = 0
-    state.schedule.on_end([j.verdict for j in event.judgements])
-    ledger.move(ended[Verdict.KEPT], Phase.READY)
-    ledger.end(ended[Verdict.FILTERED], dropped=Dropped.FILTERED)
-    ledger.end(ended[Verdict.STALE], dropped=Dropped.STALE)
-    ledger.end(ended[Verdict.FAILED], failed=True)
-    for used, limit, key in (
-        (ledger.failed, budget.max_skipped_prompts, "max_skipped_prompts"),
-        (longest_run, budget.max_consecutive_dropped_prompts, "max_consecutive_dropped_prompts"),
-    ):
-        if used > limit:
-            why = f"{used} groups failed, more than rollout_failure.{key} = {limit}; {_counts(state)}"
-            return _stop(state, why, failed=True)
+    return commands
+
+
+def _kept(state: ControllerState, numbers: list[int]) -> None:
+    state.ledger.move(numbers, Phase.READY)
+    ready = state.ledger.open[Phase.READY]
+    tickets = [ready[n] for n in numbers]
+    state.count(Verdict.KEPT, tickets)
+    oldest = state.schedule.oldest_version(state)
+    if any(t.version < oldest for t in tickets):
+        state.scanned_for = -1  # `_evict` finds them
+
+
+def _filtered(state: ControllerState, judgements: list[Judgement]) -> list[Command]:
+    """Each leaves its place to a fresh draw. Where that may be needed, refused groups with signal are held."""
+    if state.config.dynamic_sampling.on_exhausted == "relax":
+        held = [j for j in judgements if j.signal]
+        state.ledger.move([j.ticket for j in held], Phase.HELD)
+        state.held |= {j.ticket: j.spread for j in held}
+        tickets = [state.ledger.open[Phase.HELD][j.ticket] for j in held]
+        judgements = [j for j in judgements if not j.signal]
+    else:
+        tickets = []
+    tickets += state.ledger.end([j.ticket for j in judgements], dropped=Dropped.FILTERED)
+    state.count(Verdict.FILTERED, tickets)
+    commands: list[Command] = []
+    limit = state.config.dynamic_sampling.max_replacements_per_slot
+    for ticket in tickets:
+        index = ticket.replacement_index + 1
+        if index <= limit or state.schedule.capabilities.has_rounds:
+            commands += _vacate(state, ticket, index)
+        else:
+            commands += slot_exhausted(state, ticket)
+    return commands + _let_go(state)
+
+
+def _let_go(state: ControllerState) -> list[Command]:
+    """Of the held groups, as many stay as a step could need: those of the largest spread."""
+    excess = len(state.held) - state.batch_size
+    if excess <= 0:
+        return []
+    return state.drop(sorted(state.held, key=lambda n: (state.held[n], -n))[:excess], Dropped.FILTERED)
+
+
+def _vacate(state: ControllerState, ticket: Ticket, index: int) -> list[Command]:
+    """The place of a dropped group goes to a fresh draw, of replacement index `index`.
+
+    Under a schedule that stamps steps, a finished group of the latest possible step takes the place at once, and the
+    fresh one repays that step.
+    """
+    step = ticket.for_step
+    if step >= 0:
+        lender = max(state.ledger.ready_of_step, default=-1)
+        if lender > step and step >= state.filling:
+            state.ledger.stamp(next(iter(state.ledger.ready_of_step[lender])), step)
+            state.totals["promoted_groups"] += 1
+            step = lender
+        step = max(step, state.filling)
+    if not state.schedule.capabilities.has_rounds:
+        state.vacancies.setdefault(step, []).append(index)
     return []
 
 
+def _attempts_failed(state: ControllerState, event: AttemptsFailed) -> list[Command]:
+    state.last_failure = event.why
+    commands: list[Command] = []
+    for number in event.tickets:
+        commands += _failed(state, number, "infra")
+    return commands
+
+
+def _failed(state: ControllerState, number: int, cause: str, judged: bool = False) -> list[Command]:
+    """Tries again, under its own budget, or gives the group up."""
+    budget, ledger = state.config.rollout_failure, state.ledger
+    ticket = ledger.open[ledger.phase_of(number)][number]
+    attempts = {"infra": budget.max_infra_attempts_per_prompt, "data": budget.max_data_attempts_per_prompt}
+    if ticket.attempts < attempts.get(cause, 0):
+        state.totals["retried_groups"] += 1
+        delay = budget.retry_backoff_secs * 2 ** (ticket.attempts - 1)
+        return [Retry(ledger.retry(number), min(delay, budget.max_retry_backoff_secs))]
+    gone = ledger.end([number], failed=True)
+    state.count(Verdict.FAILED, gone)
+    state.failed_in_row += 1
+    commands: list[Command] = [] if judged else [Cancel((number,))]
+    commands += failures_exhausted(state)
+    if state.stopped:
+        return commands
+    if budget.on_dropped_prompt == "shrink" and not state.schedule.capabilities.has_rounds:
+        return commands + shrink(state, ticket)
+    return commands + _vacate(state, ticket, ticket.replacement_index)
+
+
 def _trained(state: ControllerState, event: StepTrained) -> list[Command]:
-    if state.awaiting != "train":
+    if not state.training:
         raise ValueError("a step was trained, but no Train is outstanding")
-    state.ledger.end(state.training)
-    state.awaiting, state.training = "", ()
+    state.ledger.end(list(state.ledger.open[Phase.TRAINING]))
+    state.training, state.train_note = False, ""
     state.step += 1
     state.version = event.version
-    state.empty_steps = 0
-    return _next_step(state)
-
-
-def _next_step(state: ControllerState) -> list[Command]:
-    """Clears the step's counts; what is left over is carried, or dropped as configured."""
-    state.schedule.on_step()
-    state.verdicts.clear()
-    state.patterns.clear()
     if state.config.dynamic_sampling.surplus == "carry":
         return []
-    return _drop(state, [t.ticket for t in state.ledger.in_order(Phase.READY)], Dropped.SURPLUS)
+    return state.drop([t.ticket for t in state.ledger.in_order(Phase.READY)], Dropped.SURPLUS)
 
 
-def _drop(state: ControllerState, tickets: Sequence[int], reason: Dropped) -> list[Command]:
-    state.ledger.end(tickets, dropped=reason)
-    return [Free(tuple(tickets))] if tickets else []
+# ---- Decisions ----
 
 
 def _decide(state: ControllerState) -> list[Command]:
     """What to do now that no answer is outstanding."""
+    commands: list[Command] = []
+    if state.stopped or state.drawing or (state.training and not state.overlaps):
+        return commands
     if state.step >= state.config.num_steps:
-        return _stop(state, f"all {state.config.num_steps} steps were made")
-    commands = _drop(state, state.schedule.evict(state), Dropped.STALE)
+        return state.stop(f"all {state.config.num_steps} steps were made")
+    commands += _evict(state)
+    if not state.training:  # so a step is left
+        tickets = state.schedule.select(state)
+        if tickets is not None:
+            commands += _train(state, tickets)
+            if not state.overlaps:
+                return commands
+            commands += _evict(state)  # for the step after
+    return commands + _admit(state)
+
+
+def _evict(state: ControllerState) -> list[Command]:
+    """Drops ready groups that have become too old for the step being filled, or too many."""
+    commands: list[Command] = []
+    if state.scanned_for != state.filling:
+        state.scanned_for = state.filling
+        oldest = state.schedule.oldest_version(state)
+        commands += _evict_as(state, [n for n, t in _ready(state).items() if t.version < oldest], Dropped.STALE)
+    return commands + _evict_as(state, state.schedule.evict(state), Dropped.EVICTED)
+
+
+def _evict_as(state: ControllerState, numbers: Sequence[int], reason: Dropped) -> list[Command]:
+    if not numbers:
+        return []
+    ready = _ready(state)
+    commands = [c for n in numbers for c in _vacate(state, ready[n], ready[n].replacement_index)]
+    return state.drop(numbers, reason) + commands
+
+
+def _ready(state: ControllerState) -> dict[int, Ticket]:
+    return state.ledger.open[Phase.READY]
+
+
+def _train(state: ControllerState, tickets: Sequence[int]) -> list[Command]:
+    """Hands the step being filled to the trainer. The next one begins, with what is left over."""
+    step, note = state.filling, short_note(state, tickets)
+    state.ledger.move(tickets, Phase.TRAINING)
+    state.training, state.train_note = True, note
+    state.unfilled_steps = 0
+    commands: list[Command] = [Train(tuple(tickets), note), *state.begin_step()]
+    if state.schedule.capabilities.stamps_steps:
+        state.ledger.restamp(step, step + 1)
+    state.vacancies.pop(step if state.schedule.capabilities.stamps_steps else -1, None)  # the step needs no more
+    return commands
+
+
+def _admit(state: ControllerState) -> list[Command]:
+    """Draws what the schedule wants, if there is data, room and a budget for it."""
+    if state.data_ended:
+        if state.ledger.num_running or state.training:
+            return []
+        return _retry_step(state, data_ended(state))
+    stamps = list(state.schedule.admit(state))
+    if not stamps:
+        return []
+    exhausted = state.schedule.exhausted(state)
+    if exhausted is not None:
+        return _retry_step(state, step_exhausted(state, exhausted))
+    room = state.schedule.max_open - state.ledger.num_open
+    state.drawing = stamps[: max(room, 0)]
+    return [Draw(len(state.drawing))] if state.drawing else []
+
+
+def _retry_step(state: ControllerState, commands: list[Command]) -> list[Command]:
+    """Decides again, after a policy has changed what the step needs."""
+    if state.stopped:
+        return commands
     tickets = state.schedule.select(state)
     if tickets is not None:
         return [*commands, *_train(state, tickets)]
-    num = state.schedule.admit(state)
-    if num == 0:
-        return commands
     if state.data_ended:
-        return [*commands, *_end_of_data(state)]
-    exhausted = state.schedule.exhausted(state)
-    if exhausted is not None:
-        return [*commands, *_end_of_budget(state, exhausted)]
-    state.awaiting = "draw"
-    return [*commands, Draw(num)]
-
-
-def _train(state: ControllerState, tickets: Sequence[int], note: str = "") -> list[Command]:
-    state.awaiting, state.training = "train", tuple(tickets)
-    return [Train(state.training, note)]
-
-
-def _end_of_data(state: ControllerState) -> list[Command]:
-    ready = [t.ticket for t in state.ledger.in_order(Phase.READY)]
-    made = f"the data ended after {state.step} of {state.config.num_steps} steps"
-    if state.config.dynamic_sampling.on_data_end == "short" and ready:
-        return _train(state, ready, f"short step: the data ended with {len(ready)} of {state.batch_size} groups ready")
-    filtered = state.ledger.dropped[Dropped.FILTERED]
-    judged = max(state.ledger.dispatched, 1)
-    why = f"{made}; of {state.ledger.dispatched} groups {filtered} carried no signal ({filtered / judged:.0%})"
-    return [*_drop(state, ready, Dropped.SURPLUS), *_stop(state, why)]
-
-
-def _end_of_budget(state: ControllerState, exhausted: Exhausted) -> list[Command]:
-    config = state.config.dynamic_sampling
-    ready = [t.ticket for t in state.ledger.in_order(Phase.READY)]
-    have = f"step {state.step} has {len(ready)} of {state.batch_size} groups: {exhausted.why}; {_counts(state)}"
-    if config.on_exhausted == "raise":
-        short = "dynamic_sampling.on_exhausted = 'short' trains on what was kept; " if ready else ""
-        if state.verdicts[Verdict.FAILED] > state.verdicts[Verdict.FILTERED]:
-            cure = "most groups failed, which the filter has no part in: their rollouts died in sampler or verifier"
-        else:
-            cure = "easier or harder tasks, as the counts say, raise the share that is kept"
-        return _stop(state, f"{have}. {short}{exhausted.advice}; {cure}", failed=True)
-    if ready:
-        return _train(state, ready, f"short step: {have}")
-    state.empty_steps += 1
-    if state.empty_steps > config.max_consecutive_empty_steps:
-        limit = f"dynamic_sampling.max_consecutive_empty_steps = {config.max_consecutive_empty_steps}"
-        return _stop(
-            state, f"{have}. Nothing was kept {state.empty_steps} times in a row, more than {limit}", failed=True
-        )
-    commands: list[Command] = [Warn(f"no update: {have}")]
-    return [*commands, *_next_step(state), *_decide(state)]
-
-
-def _counts(state: ControllerState) -> str:
-    """This step's verdicts and reward patterns, in words."""
-    judged = sum(state.verdicts.values())
-    dropped = judged - state.verdicts[Verdict.KEPT]
-    verdicts = ", ".join(f"{n} {v}" for v, n in sorted(state.verdicts.items()))
-    patterns = ", ".join(f"{n} {p}" for p, n in sorted(state.patterns.items()))
-    patterns = f" ({patterns})" if patterns else ""
-    rate = f"drop rate {dropped / judged:.0%}" if judged else "nothing judged"
-    return f"in this step {judged} groups were judged: {verdicts or '-'}{patterns}, {rate}"
-
-
-def _stop(state: ControllerState, reason: str, failed: bool = False) -> list[Command]:
-    state.stopped = True
-    return [Stop(reason, failed)]
+        raise RuntimeError(f"schedule {state.config.schedule.name!r} selects nothing, though nothing more will come")
+    return [*commands, *_decide(state)]

@@ -1,17 +1,27 @@
 """What the controller is told, and what it answers. Plain records: an event holds everything its handling needs."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dynrl.rollout.ledger import Ticket
 from dynrl.types import Verdict
 
+Cause = Literal["", "infra", "data"]
+
+
+class Drawn(NamedTuple):
+    """One drawn task."""
+
+    task_id: int
+    visit: int
+    source: str = ""
+
 
 @dataclass(frozen=True)
 class TasksDrawn:
-    """The answer to a Draw: (task_id, visit) per task. Fewer than asked for means that the data ended."""
+    """The answer to a Draw. Fewer than asked for means that the data ended."""
 
-    draws: tuple[tuple[int, int], ...]
+    draws: tuple[Drawn, ...]
     requested: int
 
 
@@ -23,11 +33,23 @@ class GroupsGenerated:
 
 
 class Judgement(NamedTuple):
-    """A group's verdict. `pattern` is mixed, all_pass, all_fail, uniform or too_long, for messages."""
+    """A group's verdict.
+
+    Attributes:
+      ticket: the group.
+      verdict: what became of it.
+      pattern: mixed, all_pass, all_fail, uniform or too_long, for messages.
+      cause: why it FAILED: infrastructure (tried again), or the task's data. Empty: it is not tried again.
+      spread: of the metric over the live rollouts.
+      signal: whether a FILTERED group carries some, which the configured filter refused.
+    """
 
     ticket: int
     verdict: Verdict
     pattern: str
+    cause: Cause = ""
+    spread: float = 0.0
+    signal: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,8 +60,23 @@ class GroupsJudged:
 
 
 @dataclass(frozen=True)
+class AttemptsFailed:
+    """Infrastructure lost these groups before they were judged: a deadline passed, or a worker is gone."""
+
+    tickets: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True)
 class StepTrained:
     """The batch of a Train command went through the optimizer; the weights have now seen `version` updates."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class WeightsPublished:
+    """The sampler has the weights of this version: groups dispatched from now on are its own."""
 
     version: int
 
@@ -53,10 +90,18 @@ class StopRequested:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The state is new or was restored: work begins, and what was under way is dispatched again."""
+    """The state is new or was restored: work begins.
+
+    `in_flight`: whether sampler and verifiers were restored with their work; else it is dispatched again.
+    """
+
+    in_flight: bool = False
 
 
-Event = TasksDrawn | GroupsGenerated | GroupsJudged | StepTrained | StopRequested | Resumed
+Event = (
+    TasksDrawn | GroupsGenerated | GroupsJudged | AttemptsFailed | StepTrained | WeightsPublished | StopRequested
+    | Resumed
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,6 +119,21 @@ class Dispatch:
 
 
 @dataclass(frozen=True)
+class Retry:
+    """Cancel what is left of this group's attempt, and dispatch it again after a delay."""
+
+    ticket: Ticket
+    delay_secs: float
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Nobody waits for these groups any more."""
+
+    tickets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Train:
     """Train on these groups and answer with StepTrained. Fewer than B tickets make a short step."""
 
@@ -83,7 +143,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Free:
-    """These ready groups will not be trained; their payloads can go."""
+    """These judged groups will not be trained; their payloads can go."""
 
     tickets: tuple[int, ...]
 
@@ -103,4 +163,4 @@ class Stop:
     failed: bool = False
 
 
-Command = Draw | Dispatch | Train | Free | Warn | Stop
+Command = Draw | Dispatch | Retry | Cancel | Train | Free | Warn | Stop

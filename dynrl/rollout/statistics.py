@@ -9,6 +9,7 @@ import numpy as np
 
 from dynrl.metrics import Row, Sums
 from dynrl.rollout.judge import Judged
+from dynrl.rollout.keep_rate import KeepRate
 from dynrl.rollout.ledger import Phase
 from dynrl.rollout.records import STATUSES, JudgedGroups
 from dynrl.types import Finish, Verdict
@@ -30,11 +31,12 @@ class RolloutStatistics:
         self._metric = metric
         self._sources = sources if len(sources) > 1 else ()
         self._sums = Sums()
+        self._counts: dict[str, int] = {}
         self._clear()
 
     def _clear(self) -> None:
         self._sums = Sums()
-        for name in ("kept", "zero_variance", "all_pass", "all_fail"):
+        for name in ("kept", "zero_variance", "all_pass", "all_fail", "other"):
             self._sums.add(f"group_filter/{name}_frac", 0, 0)
         for population in POPULATIONS:
             for name in [*self._rewards(), f"length/{population}/mean"]:
@@ -84,6 +86,7 @@ class RolloutStatistics:
         self._sums.add("group_filter/zero_variance_frac", num - patterns.count("mixed"), num)
         self._sums.add("group_filter/all_pass_frac", patterns.count("all_pass"), num)
         self._sums.add("group_filter/all_fail_frac", patterns.count("all_fail"), num)
+        self._sums.add("group_filter/other_frac", patterns.count("uniform"), num)
         bins = np.searchsorted(_SPREAD_EDGES, judged.stats.spread, side="left").tolist()
         names = [
             f"spread_{_SPREAD_NAMES[spread]}" if positives < 0 else str(int(positives))
@@ -102,7 +105,10 @@ class RolloutStatistics:
         """Counts the groups of a batch, by the records (of dtype RECORD) that were stored with them."""
         r = records_N
         self._add("trained", r["score"].sum(), r["metric"].sum(), r["length"].sum(), r["live"].sum())
-        self._sums.add("train_batch/staleness/mean", (version - r["version"]).sum(), len(r))
+        ages, counts = np.unique(version - r["version"], return_counts=True)
+        self._sums.add("train_batch/staleness/mean", (ages * counts).sum(), len(r))
+        for age, num in zip(ages.tolist(), counts.tolist(), strict=True):
+            self._sums.count(f"train_batch/staleness/versions/{age}", num)
         self._sums.count("backfill/carried_groups", (r["step"] < step).sum())
 
     def skipped(self, num: int) -> None:
@@ -113,17 +119,24 @@ class RolloutStatistics:
         """Counts kept groups that will not be trained after all."""
         self._sums.count("backfill/wasted_tokens", records_N["tokens"].sum())
 
-    def row(self, totals: Mapping[str, Any], num_rounds: int, surplus: int) -> Row:
+    def row(self, totals: Mapping[str, Any], counts: Mapping[str, int], rates: KeepRate, surplus: int) -> Row:
         """The metrics of the step, and a fresh start.
 
         Args:
           totals: the ledger's.
-          num_rounds: rounds that filled the step.
+          counts: the controller's run totals.
+          rates: the controller's.
           surplus: ready groups that its batch left over.
         """
         row = self._sums.row()
         self._clear()
-        row["backfill/num_rounds"] = num_rounds
+        kept, generated = row["length/kept/mean"], row["length/all/mean"]
+        row["length/kept_over_all"] = kept / generated if kept and generated else None
+        row["group_filter/keep_rate"] = rates.mean
+        row["group_filter/keep_rate_posterior"] = rates.expected
+        row |= {f"source/{s}/keep_rate_posterior": r for s, r in rates.by_source.items() if s in self._sources}
+        row |= {f"backfill/{name}": num - self._counts.get(name, 0) for name, num in counts.items()}
+        self._counts = dict(counts)
         row["backfill/surplus_groups"] = surplus
         row["ledger/dropped"] = sum(totals["dropped"].values())
         row |= {f"ledger/dropped/{reason}": count for reason, count in totals["dropped"].items()}
@@ -137,8 +150,9 @@ class RolloutStatistics:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return self._sums.state_dict()
+        return {"sums": self._sums.state_dict(), "counts": dict(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
-        self._sums.load_state_dict(state)
+        self._sums.load_state_dict(state["sums"])
+        self._counts = dict(state["counts"])

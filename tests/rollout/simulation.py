@@ -1,10 +1,12 @@
 """A run without models: drives the controller as the loop does, and keeps a book of its own beside it.
 
-Verdicts are a function of a ticket's identity, as they are in a run whose noise does not depend on the schedule.
+Time goes in ticks. A dispatched group takes some to be generated and some to be judged; both, and its verdict, are a
+function of its identity, as they are in a run whose noise does not depend on the schedule.
 """
 
-import itertools
+import copy
 import json
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -12,15 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynrl.config import RunConfig, from_mapping
-from dynrl.rollout.controller import ControllerState, apply, initial_state
+from dynrl.rollout.controller import apply, initial_state
 from dynrl.rollout.events import (
+    AttemptsFailed,
+    Cancel,
     Dispatch,
     Draw,
+    Drawn,
     Free,
     GroupsGenerated,
     GroupsJudged,
     Judgement,
     Resumed,
+    Retry,
     StepTrained,
     Stop,
     TasksDrawn,
@@ -28,25 +34,33 @@ from dynrl.rollout.events import (
     Warn,
 )
 from dynrl.rollout.ledger import Phase, Ticket
+from dynrl.rollout.state import ControllerState
 from dynrl.types import Verdict
 
 
-def make_config(num_steps=3, batch_size=4, failure=None, **dynamic_sampling):
+def make_config(num_steps=3, batch_size=4, failure=None, schedule=None, train=None, **dynamic_sampling):
     return from_mapping(
         {
             "num_steps": num_steps,
             "num_prompts_per_step": batch_size,
             "dynamic_sampling": dynamic_sampling,
             "rollout_failure": failure or {},
+            "schedule": schedule or {},
+            "train": train or {},
         }
     )
+
+
+def unit(*identity):
+    """A number in [0, 1) that belongs to an identity."""
+    return random.Random("/".join(map(str, identity))).random()
 
 
 def random_verdict(seed, keep, fail=0.0, stale=0.0):
     """Independent draws, fixed by the ticket's task and visit."""
 
     def verdict(ticket):
-        u = random.Random(f"{seed}/{ticket.task_id}/{ticket.visit}").random()
+        u = unit(seed, ticket.task_id, ticket.visit)
         if u < fail:
             return Verdict.FAILED
         if u < fail + stale:
@@ -56,89 +70,127 @@ def random_verdict(seed, keep, fail=0.0, stale=0.0):
     return verdict
 
 
+def no_time(ticket):
+    return 0, 0
+
+
+def random_durations(seed, longest=40):
+    """Log-normal ticks of generation, a few of judgement."""
+
+    def durations(ticket):
+        r = random.Random(f"{seed}/{ticket.task_id}/{ticket.visit}/{ticket.attempts}")
+        return min(int(r.lognormvariate(1.5, 0.8)), longest), r.randrange(4)
+
+    return durations
+
+
 @dataclass
 class Simulation:
     """One run.
 
     Attributes:
-      verdict: ticket -> Verdict.
+      verdict: ticket -> Verdict, or a whole Judgement.
       num_tasks: data there is; None for endless.
-      seed: of the order in which a round's groups finish; None for dispatch order.
+      durations: ticket -> ticks of generation and of judgement.
+      train_ticks: a step takes, where it overlaps with generation.
+      lost: ticket -> whether infrastructure loses this attempt before it is judged.
       hook: called after every event.
       visit_period: tasks come again after as many draws.
     """
 
     config: RunConfig
-    verdict: Callable[[Ticket], Verdict]
+    verdict: Callable[[Ticket], Any]
     num_tasks: int | None = None
-    seed: int | None = 0
+    durations: Callable[[Ticket], tuple[int, int]] = no_time
+    train_ticks: int = 5
+    lost: Callable[[Ticket], bool] = lambda ticket: False
     hook: Callable[[Any], None] | None = None
     visit_period: int = 50
     state: ControllerState = field(init=False)
     queue: deque = field(default_factory=deque)
+    now: int = 0
     drawn: int = 0
-    updates_per_step: int = 1
     # The book: what the commands and events said, never read from the state.
-    in_flight: dict = field(default_factory=dict)
+    in_flight: dict = field(default_factory=dict)  # ticket -> (when, Ticket)
     judging: dict = field(default_factory=dict)
     ready: set = field(default_factory=set)
+    held: set = field(default_factory=set)
+    training: Any = None  # (when, tickets)
     ended: dict = field(default_factory=lambda: dict.fromkeys(("trained", "failed", "filtered", "stale", "freed"), 0))
     num_dispatched: int = 0
-    rounds_of_step: int = 0
     executed: list = field(default_factory=list)  # Draw, Train and Stop as executed
-    tickets: list = field(default_factory=list)  # identities in order of dispatch
-    trains: list = field(default_factory=list)
+    tickets: list = field(default_factory=list)  # by number, as first dispatched
+    trains: list = field(default_factory=list)  # (tickets, note)
+    ages: list = field(default_factory=list)  # versions between dispatch and step, of each train
     warnings: list = field(default_factory=list)
     freed: list = field(default_factory=list)
+    retries: list = field(default_factory=list)
     stop: Any = None  # the Stop, at the end
 
     def __post_init__(self):
         self.state = initial_state(self.config)
 
     @property
-    def version(self):
-        return len(self.trains) * self.updates_per_step
+    def overlaps(self):
+        return self.config.schedule.mode == "async"
 
-    def run(self):
-        self._apply(Resumed())
+    @property
+    def version(self):
+        """Of the sampler's weights."""
+        return (len(self.trains) - (self.training is not None)) * self.config.versions_per_step
+
+    def run(self, resumed=None):
+        self.apply(resumed or Resumed())
         while self.stop is None:
-            if not self.queue:
+            if self.queue:
+                self._execute(self.queue.popleft())
+            else:
                 self._produce()
-                continue
-            self._execute(self.queue.popleft())
         return self
 
-    def _apply(self, event):
+    def apply(self, event):
         self._book(event)
         self.state, commands = apply(self.state, event)
         for command in commands:
             if isinstance(command, Free):  # freed before anything else, as the loop does
-                assert set(command.tickets) <= self.ready
+                assert set(command.tickets) <= self.ready | self.held
                 self.ready -= set(command.tickets)
+                self.held -= set(command.tickets)
                 self.ended["freed"] += len(command.tickets)
                 self.freed.append(command.tickets)
+            elif isinstance(command, Retry):
+                number = command.ticket.ticket
+                self.retries.append((command.ticket, command.delay_secs))
+                self.in_flight[number] = (self.now + sum(self.durations(command.ticket)), command.ticket)
+                self.ended["failed"] -= 1
             else:
-                if isinstance(command, Warn):
-                    self.rounds_of_step = 0
                 self.queue.append(command)
+        self.held -= self.ready  # relaxed ones are noted by `check`
         self.check()
         if self.hook:
             self.hook(self)
 
     def _book(self, event):
         if isinstance(event, GroupsGenerated):
-            self.judging |= {t: self.in_flight.pop(t) for t in event.tickets}
+            for number in event.tickets:
+                _, ticket = self.in_flight.pop(number)
+                self.judging[number] = self.now + self.durations(ticket)[1], ticket
         elif isinstance(event, GroupsJudged):
-            for ticket, verdict, _ in event.judgements:
-                del self.judging[ticket]
-                if verdict is Verdict.KEPT:
-                    self.ready.add(ticket)
+            for j in event.judgements:
+                del self.judging[j.ticket]
+                if j.verdict is Verdict.KEPT:
+                    self.ready.add(j.ticket)
+                elif j.signal and self.config.dynamic_sampling.on_exhausted == "relax":
+                    self.held.add(j.ticket)
                 else:
-                    self.ended[verdict] += 1
+                    self.ended[j.verdict] += 1
+        elif isinstance(event, AttemptsFailed):
+            for number in event.tickets:
+                (self.in_flight if number in self.in_flight else self.judging).pop(number)
+                self.ended["failed"] += 1
         elif isinstance(event, StepTrained):
-            self.ready -= set(self.trains[-1][0])
-            self.ended["trained"] += len(self.trains[-1][0])
-            self.rounds_of_step = 0
+            self.ended["trained"] += len(self.training[1])
+            self.training = None
 
     def _execute(self, command):
         if isinstance(command, Draw | Train | Stop):
@@ -147,103 +199,133 @@ class Simulation:
             case Draw(num):
                 left = num if self.num_tasks is None else min(num, self.num_tasks - self.drawn)
                 period, drawn = self.visit_period, range(self.drawn, self.drawn + left)
-                draws = tuple((n % period, n // period) for n in drawn)
+                draws = tuple(Drawn(n % period, n // period, "xy"[n % 2]) for n in drawn)
                 self.drawn += left
-                if left:
-                    self.num_dispatched += left
-                    self._expect_tickets(draws)
-                self._apply(TasksDrawn(draws, num))
+                for i in range(left):
+                    self.in_flight[self.num_dispatched + i] = None
+                self.num_dispatched += left
+                self.apply(TasksDrawn(draws, num))
             case Dispatch(tickets):
                 for t in tickets:
                     assert t.ticket in self.in_flight
-                    self.in_flight[t.ticket] = t
-                    identity = (t.ticket, t.task_id, t.visit, t.version, t.step, t.replacement_index)
+                    self.in_flight[t.ticket] = self.now + self.durations(t)[0], t
                     if t.ticket == len(self.tickets):
-                        self.tickets.append(identity)
-                    assert self.tickets[t.ticket] == identity  # also when it is dispatched again
+                        assert t.version == self.version
+                        self.tickets.append(t)
+                    assert self.tickets[t.ticket][:3] == t[:3]  # also when it is dispatched again
             case Train(tickets, note):
                 self._check_train(tickets, note)
+                self.ready -= set(tickets)
                 self.trains.append((tickets, note))
-                self._apply(StepTrained(self.version))
+                self.training = self.now + (self.train_ticks if self.overlaps else 0), tickets
+                if not self.overlaps:
+                    self._trained()
+            case Cancel():
+                pass
             case Warn(message):
                 self.warnings.append(message)
             case Stop():
                 self.stop = command
 
-    def _expect_tickets(self, draws):
-        first = self.num_dispatched - len(draws)
-        for i, (task_id, visit) in enumerate(draws):
-            identity = (first + i, task_id, visit, self.version, self.state.step, self.rounds_of_step)
-            self.tickets.append(identity)
-            self.in_flight[first + i] = None
-        self.rounds_of_step += 1
+    def _trained(self):
+        version = len(self.trains) * self.config.versions_per_step
+        self.apply(StepTrained(version))
 
     def _check_train(self, tickets, note):
         size = self.config.num_prompts_per_step
-        assert set(tickets) <= self.ready
+        assert set(tickets) <= self.ready, set(tickets) - self.ready
         assert list(tickets) == sorted(set(tickets))  # distinct, in dispatch order
         assert len(tickets) == size or (0 < len(tickets) < size and note.startswith("short step: "))
+        start = len(self.trains) * self.config.versions_per_step
+        self.ages.append([start - self.tickets[n].version for n in tickets])
 
     def _produce(self):
-        """All events of a round; groups finish in any order and number, each generated before it is judged."""
-        assert self.in_flight or self.judging, "the controller waits, and nothing is under way"
-        steps = [(t, kind) for t in [*self.judging, *self.in_flight] for kind in ("generated", "judged")]
-        if self.seed is not None:
-            # A fixed place for every ticket and kind, so that an interrupted run sees the same order.
-            def place(step):
-                number, kind = step
-                begin = random.Random(f"{self.seed}/{number}").random()
-                return begin if kind == "generated" else begin + random.Random(f"{self.seed}/{number}/j").random()
+        """The events of the next moment at which something happens; each group is generated before it is judged."""
+        times = [w for w, _ in self.in_flight.values()] + [w for w, _ in self.judging.values()]
+        if self.training:
+            times.append(self.training[0])
+        assert times, "the controller waits, and nothing is under way"
+        self.now = max(self.now, min(times))
+        done = sorted(n for n, (when, _) in self.in_flight.items() if when <= self.now)
+        if lost := [n for n in done if self.lost(self.in_flight[n][1])]:
+            self.apply(AttemptsFailed(tuple(lost), "the sampler was lost"))
+        elif done:
+            self.apply(GroupsGenerated(tuple(done)))
+        elif judged := sorted(n for n, (when, _) in self.judging.items() if when <= self.now):
+            self.apply(GroupsJudged(tuple(self.judgement(self.judging[n][1]) for n in judged)))
+        else:
+            self._trained()
 
-            steps.sort(key=place)
-        steps = [s for s in steps if s[1] == "judged" or s[0] in self.in_flight]
-        while steps:
-            kind, num = steps[0][1], 1 if self.seed is None else random.Random(f"{self.seed}/{steps[0]}").randint(1, 5)
-            numbers = [n for n, _ in itertools.takewhile(lambda s: s[1] == kind, steps[:num])]  # noqa: B023
-            del steps[: len(numbers)]
-            if kind == "judged":
-                verdicts = [self.verdict(self.judging[n]) for n in numbers]
-                patterns = ["mixed" if v is Verdict.KEPT else "all_fail" for v in verdicts]
-                self._apply(GroupsJudged(tuple(map(Judgement, numbers, verdicts, patterns))))
-            else:
-                self._apply(GroupsGenerated(tuple(numbers)))
-            if self.queue:
-                assert isinstance(self.queue[0], Stop) or not steps
-                if isinstance(self.queue[0], Stop):
-                    return
+    def judgement(self, ticket):
+        verdict = self.verdict(ticket)
+        if isinstance(verdict, Judgement):
+            return verdict
+        return Judgement(ticket.ticket, verdict, "mixed" if verdict is Verdict.KEPT else "all_fail")
 
     def check(self):
         """Conservation (law 5), from this book."""
         totals = self.state.ledger.totals()
         dropped = totals["dropped"]
+        relaxed = self.held & self.state.ledger.open[Phase.READY].keys()
+        self.held -= relaxed
+        self.ready |= relaxed
         assert totals["dispatched"] == self.num_dispatched
         assert (totals["trained"], totals["failed"]) == (self.ended["trained"], self.ended["failed"])
-        assert dropped["filtered"] == self.ended["filtered"]
-        assert dropped["stale"] + dropped["surplus"] == self.ended["stale"] + self.ended["freed"]
-        assert dropped["evicted"] == dropped["cancelled"] == 0
-        assert {t.ticket for t in self.state.ledger.in_order(Phase.READY)} == self.ready
-        levels = {"ready": len(self.ready), "judging": len(self.judging), "in_flight": len(self.in_flight)}
-        assert {name: totals[name] for name in levels} == levels
-        num_open = sum(levels.values())
+        gone = self.ended["filtered"] + self.ended["stale"] + self.ended["freed"]
+        assert sum(dropped.values()) == gone
+        assert dropped["filtered"] >= self.ended["filtered"]
+        assert dropped["cancelled"] == 0
+        for phase, numbers in (
+            ("ready", self.ready), ("held", self.held), ("judging", self.judging), ("in_flight", self.in_flight),
+        ):  # fmt: skip
+            if phase == "ready" and any(isinstance(c, Train) for c in self.queue):
+                continue  # the state has them in training already
+            assert self.state.ledger.open[Phase(phase)].keys() == set(numbers), phase
+        num_open = sum(totals[str(phase)] for phase in Phase)
         assert totals["dispatched"] == totals["trained"] + totals["failed"] + sum(dropped.values()) + num_open
+        assert num_open <= self.state.schedule.max_open + len(self.state.held)
+        ledger = self.state.ledger
+        running = [t for phase in (Phase.IN_FLIGHT, Phase.JUDGING) for t in ledger.open[phase].values()]
+        for counts, key in ((ledger.running_of_step, "for_step"), (ledger.running_of_version, "version")):
+            values = [getattr(t, key) for t in running]
+            assert counts == {v: values.count(v) for v in set(values)}
+        assert sum(map(len, ledger.ready_of_step.values())) == ledger.level(Phase.READY)
+        assert set(self.state.held) == set(ledger.open[Phase.HELD])
 
     # ------------------------------------------------------------------------------------------------- resume
 
     def snapshot(self):
         """What a checkpoint taken now would hold, as text; the book beside it."""
-        document = json.dumps(self.state.state_dict())
-        rounds = self.rounds_of_step
-        return document, self.drawn, set(self.ready), dict(self.ended), len(self.trains), rounds, len(self.executed)
+        book = {name: copy.deepcopy(getattr(self, name)) for name in _BOOK}
+        return json.dumps(self.state.state_dict()), book, len(self.executed)
 
-    def resumed(self, snapshot):
-        """A new process that goes on from a snapshot of this run."""
-        document, drawn, ready, ended, num_trains, rounds, _ = snapshot
-        again = Simulation(self.config, self.verdict, self.num_tasks, self.seed, visit_period=self.visit_period)
+    def resumed(self, snapshot, in_flight=False):
+        """A new process that goes on from a snapshot of this run; with the sampler's work, or without."""
+        document, book, _ = snapshot
+        again = Simulation(
+            self.config, self.verdict, self.num_tasks, self.durations, self.train_ticks, self.lost,
+            visit_period=self.visit_period,
+        )  # fmt: skip
         again.state.load_state_dict(json.loads(document))
-        again.drawn, again.ready, again.ended = drawn, set(ready), dict(ended)
-        again.trains, again.rounds_of_step = self.trains[:num_trains], rounds
-        again.num_dispatched = again.state.ledger.dispatched
-        again.tickets = self.tickets[: again.num_dispatched]
-        for phase in (Phase.IN_FLIGHT, Phase.JUDGING):
-            again.in_flight |= again.state.ledger.open[phase]  # the process that had it is gone
+        for name, value in copy.deepcopy(book).items():
+            setattr(again, name, value)
+        if again.training and not in_flight:
+            again.trains.pop()
+            again.ages.pop()
+        again.ready |= again.state.ledger.open[Phase.TRAINING].keys()
+        again.training = None
+        if not in_flight:
+            again.in_flight |= again.judging  # the process that had it is gone
+            again.judging = {}
+        again.tickets = self.tickets[: again.state.ledger.dispatched]
         return again
+
+
+_BOOK = (
+    "now", "drawn", "in_flight", "judging", "ready", "held", "training", "ended", "num_dispatched", "trains", "ages",
+)  # fmt: skip
+
+
+def expected_exhaustions(p, limit, slots):
+    """Slots whose lineage of 1 + limit independent groups is filtered to its end."""
+    return math.pow(p, limit + 1) * slots

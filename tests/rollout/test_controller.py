@@ -5,12 +5,13 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import Simulation, make_config, random_verdict
+from simulation import Simulation, make_config, random_durations, random_verdict
 
 from dynrl.rollout.controller import apply, initial_state
 from dynrl.rollout.events import (
     Dispatch,
     Draw,
+    Drawn,
     Free,
     GroupsGenerated,
     GroupsJudged,
@@ -47,7 +48,7 @@ def drop_all(ticket):
 
 def simulate(verdict, *, num_tasks=None, num_steps=3, batch_size=4, failure=None, **dynamic_sampling):
     config = make_config(num_steps, batch_size, failure, **dynamic_sampling)
-    return Simulation(config, verdict, num_tasks, seed=None).run()
+    return Simulation(config, verdict, num_tasks).run()
 
 
 def sizes(run):
@@ -70,7 +71,7 @@ def test_every_group_kept_is_one_round_per_step():
     assert [t for t, _ in run.trains] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
     assert draws(run) == [4, 4, 4]
     assert run.stop == Stop("all 3 steps were made", failed=False)
-    assert {identity[-1] for identity in run.tickets} == {0}
+    assert {t.replacement_index for t in run.tickets} == {0}
 
 
 def test_rounds_refill_the_deficit_until_the_step_is_full():
@@ -79,7 +80,7 @@ def test_rounds_refill_the_deficit_until_the_step_is_full():
     run = simulate(every(2), num_steps=1)
     assert draws(run) == [4, 2, 1, 1]
     assert run.trains == [((1, 3, 5, 7), "")]
-    assert [identity[-1] for identity in run.tickets] == [0] * 4 + [1] * 2 + [2, 3]
+    assert [t.replacement_index for t in run.tickets] == [0] * 4 + [1] * 2 + [2, 3]
 
 
 @pytest.mark.parametrize(("cap", "steps"), [(0, 1), (4, 1), (10, 1), (3, 0), (2, 0), (1, 0)])
@@ -184,25 +185,25 @@ def test_without_a_cap_one_in_a_hundred_does_not_end_early():
 
 
 def test_short_steps_without_a_group_have_a_budget():
-    run = simulate(drop_all, max_num_gen_batches=2, on_exhausted="short", max_consecutive_empty_steps=3)
+    run = simulate(drop_all, max_num_gen_batches=2, on_exhausted="short", max_consecutive_unfilled_steps=3)
     assert run.stop.failed
     assert run.trains == []
     assert draws(run) == [4] * 8  # three empty steps are allowed, the fourth is not
     assert len(run.warnings) == 3
     assert run.warnings[0].startswith("no update: step 0 has 0 of 4 groups: dynamic_sampling.max_num_gen_batches = 2")
-    assert "Nothing was kept 4 times in a row" in run.stop.reason
-    assert "dynamic_sampling.max_consecutive_empty_steps = 3" in run.stop.reason
-    assert [identity[-1] for identity in run.tickets[::4]] == [0, 1] * 4  # each of them has all its rounds
+    assert "A step could not be filled 4 times in a row" in run.stop.reason
+    assert "dynamic_sampling.max_consecutive_unfilled_steps = 3" in run.stop.reason
+    assert [t.replacement_index for t in run.tickets[::4]] == [0, 1] * 4  # each of them has all its rounds
 
 
 def test_a_trained_step_resets_the_budget_for_empty_ones():
     # Of 6 steps' worth of single rounds, every third keeps one group; two empty ones in a row are allowed.
-    options = {"max_num_gen_batches": 1, "on_exhausted": "short", "max_consecutive_empty_steps": 2}
+    options = {"max_num_gen_batches": 1, "on_exhausted": "short", "max_consecutive_unfilled_steps": 2}
     run = simulate(every(12), **options)
     assert (sizes(run), len(run.warnings), run.stop.failed) == ([1, 1, 1], 6, False)
-    run = simulate(every(12), **options | {"max_consecutive_empty_steps": 1})
+    run = simulate(every(12), **options | {"max_consecutive_unfilled_steps": 1})
     assert run.stop.failed
-    assert "dynamic_sampling.max_consecutive_empty_steps = 1" in run.stop.reason
+    assert "dynamic_sampling.max_consecutive_unfilled_steps = 1" in run.stop.reason
 
 
 # ----------------------------------------------------------------------------------------------------------- surplus
@@ -235,11 +236,10 @@ def test_carried_groups_become_stale(age, freed):
 
 
 def test_age_counts_versions_not_steps():
-    config = make_config(2, oversample=2.0, max_surplus_age_versions=4)
     for updates, stale in ((4, 0), (5, 4)):
-        run = Simulation(config, keep_all, seed=None)
-        run.updates_per_step = updates
-        assert run.run().state.ledger.totals()["dropped"]["stale"] == stale
+        config = make_config(2, 5 * 4, train={"num_minibatches": updates}, oversample=2.0, max_surplus_age_versions=4)
+        run = Simulation(config, keep_all)
+        assert run.run().state.ledger.totals()["dropped"]["stale"] == 5 * stale
 
 
 def test_a_stale_verdict_is_a_drop_of_its_own():
@@ -348,7 +348,7 @@ def test_stop_requested_stops_at_once_and_nothing_follows():
     state = initial_state(make_config())
     state, commands = apply(state, Resumed())
     assert commands == [Draw(4)]
-    state, (dispatch,) = apply(state, TasksDrawn(tuple((i, 0) for i in range(4)), 4))
+    state, (dispatch,) = apply(state, TasksDrawn(tuple(Drawn(i, 0) for i in range(4)), 4))
     assert isinstance(dispatch, Dispatch)
     state, commands = apply(state, StopRequested("interrupted"))
     assert commands == [Stop("interrupted", failed=False)]
@@ -365,7 +365,7 @@ def test_stop_requested_stops_at_once_and_nothing_follows():
 
 def test_a_finished_run_can_be_given_more_steps():
     run = simulate(keep_all, num_steps=2, oversample=1.5)
-    again = Simulation(make_config(3, oversample=1.5), keep_all, seed=None)
+    again = Simulation(make_config(3, oversample=1.5), keep_all)
     again.state.load_state_dict(json.loads(json.dumps(run.state.state_dict())))
     _, commands = apply(again.state, Resumed())
     assert commands == [Draw(5)]  # one group was carried: 3 missing, 1.5 times as many
@@ -375,9 +375,9 @@ def test_answers_that_nobody_waits_for():
     state, _ = apply(initial_state(make_config()), Resumed())
     with pytest.raises(ValueError, match="no Train is outstanding"):
         apply(state, StepTrained(1))
-    state, _ = apply(state, TasksDrawn(tuple((i, 0) for i in range(4)), 4))
+    state, _ = apply(state, TasksDrawn(tuple(Drawn(i, 0) for i in range(4)), 4))
     with pytest.raises(ValueError, match="4 tasks were drawn, but no Draw is outstanding"):
-        apply(state, TasksDrawn(tuple((i, 0) for i in range(4)), 4))
+        apply(state, TasksDrawn(tuple(Drawn(i, 0) for i in range(4)), 4))
     with pytest.raises(ValueError, match="ticket 9 is not open"):
         apply(state, judged(9, KEPT, "mixed"))
     state, _ = apply(state, judged(0, FILTERED, "all_fail"))
@@ -388,13 +388,13 @@ def test_answers_that_nobody_waits_for():
 def test_more_tasks_than_asked_for_are_refused():
     state, _ = apply(initial_state(make_config()), Resumed())
     with pytest.raises(ValueError, match="5 tasks were drawn, 4 asked for"):
-        apply(state, TasksDrawn(tuple((i, 0) for i in range(5)), 4))
+        apply(state, TasksDrawn(tuple(Drawn(i, 0) for i in range(5)), 4))
 
 
 def test_freed_groups_leave_before_the_next_command():
     """The loop frees at once, so that a round that is drawn next finds room in the buffer."""
     state, _ = apply(initial_state(make_config(2, oversample=1.5, surplus="drop")), Resumed())
-    state, _ = apply(state, TasksDrawn(tuple((i, 0) for i in range(6)), 6))
+    state, _ = apply(state, TasksDrawn(tuple(Drawn(i, 0) for i in range(6)), 6))
     for i in range(5):
         state, commands = apply(state, judged(i, KEPT, "mixed"))
         assert commands == []
@@ -419,7 +419,7 @@ RUNS = st.fixed_dictionaries(
                 "max_num_gen_batches": st.integers(0, 4),
                 "max_replacements_per_slot": st.integers(1, 3),
                 "on_exhausted": st.sampled_from(["raise", "short"]),
-                "max_consecutive_empty_steps": st.integers(0, 2),
+                "max_consecutive_unfilled_steps": st.integers(0, 2),
                 "on_data_end": st.sampled_from(["short", "stop"]),
                 "oversample": st.sampled_from([1.0, 1.5, 2.0, 3.0]),
                 "refill": st.sampled_from(["deficit", "full"]),
@@ -434,7 +434,8 @@ FAILURE = {"max_skipped_prompts": 20, "max_consecutive_dropped_prompts": 6}
 
 def random_run(batch_size, keep, fail, stale, num_tasks, seed, options, num_steps=4, hook=None):
     config = make_config(num_steps, batch_size, FAILURE, **options)
-    return Simulation(config, random_verdict(seed, keep, fail, stale), num_tasks, seed, hook)
+    verdict, durations = random_verdict(seed, keep, fail, stale), random_durations(seed)
+    return Simulation(config, verdict, num_tasks, durations, hook=hook)
 
 
 @settings(deadline=None, max_examples=150)
@@ -477,7 +478,7 @@ def test_no_step_starves(keep, seed, batch_size, oversample, refill, surplus, ag
     """Something is kept, data is endless, budgets are out of reach: every step closes, with B groups."""
     options = {"oversample": oversample, "refill": refill, "surplus": surplus, "max_surplus_age_versions": age}
     config = make_config(4, batch_size, max_num_gen_batches=0, max_replacements_per_slot=10_000, **options)
-    run = Simulation(config, random_verdict(seed, keep), seed=seed).run()
+    run = Simulation(config, random_verdict(seed, keep), durations=random_durations(seed)).run()
     assert run.stop == Stop("all 4 steps were made", failed=False)
     assert sizes(run) == [batch_size] * 4
 
@@ -487,11 +488,11 @@ def test_state_is_bounded_by_what_is_open():
     size_of_step = {}
 
     def hook(run):
-        if run.state.awaiting == "train":
+        if run.state.training:
             size_of_step[run.state.step] = len(json.dumps(run.state.state_dict()))
 
     config = make_config(200, 8, max_num_gen_batches=0, oversample=1.5, max_surplus_age_versions=2)
-    run = Simulation(config, random_verdict(1, 0.5, fail=0.02), seed=1, hook=hook).run()
+    run = Simulation(config, random_verdict(1, 0.5, fail=0.02), durations=random_durations(1), hook=hook).run()
     assert run.stop == Stop("all 200 steps were made", failed=False)
     largest = [max(size_of_step[s] for s in range(begin, begin + 50)) for begin in (10, 150)]
     # At most B - 1 + ceil(1.5 * B) = 19 tickets are open; each number may have grown by two digits.

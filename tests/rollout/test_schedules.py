@@ -1,39 +1,105 @@
-"""The schedule `rounds` alone: how large a round is, what a step trains on, which budgets end it."""
+"""The schedules alone: what they dispatch, what a step trains on, what is too old, which budgets end a step."""
 
 import json
-from dataclasses import dataclass, field
+import math
 
 import pytest
+from simulation import make_config
 
-from dynrl.config import DynamicSamplingConfig
 from dynrl.rollout.ledger import Ledger, Phase
-from dynrl.rollout.schedules import Rounds, make_schedule
+from dynrl.rollout.schedules import BUILT_IN_SCHEDULES, BaseSchedule, Capabilities, make_schedule
 from dynrl.types import Verdict
 
+PATH = [Phase.IN_FLIGHT, Phase.JUDGING, Phase.READY, Phase.TRAINING]
 
-@dataclass
+
 class View:
     """What the controller shows a schedule."""
 
-    batch_size: int = 4
-    version: int = 0
-    ledger: Ledger = field(default_factory=Ledger)
+    versions_per_step = 1
+    num_steps = 100
 
-    def add(self, num, phase, version=0):
+    def __init__(self, batch_size=4, version=0, filling=None, short=0):
+        self.batch_size, self.version, self.short = batch_size, version, short
+        self.filling = version if filling is None else filling
+        self.ledger = Ledger()
+
+    def size(self, step):
+        return self.batch_size - (self.short if step == self.filling else 0)
+
+    def wanted(self, num_kept, full):
+        return num_kept
+
+    def add(self, num, phase, version=0, for_step=-1):
         for _ in range(num):
-            ticket = self.ledger.dispatch(0, 0, version, 0, 0)
-            if phase is not Phase.IN_FLIGHT:
-                self.ledger.move([ticket.ticket], phase)
+            ticket = self.ledger.dispatch(0, 0, version, 0, 0, for_step=for_step)
+            for later in PATH[1 : PATH.index(phase) + 1]:
+                self.ledger.move([ticket.ticket], later)
         return self
 
 
+def schedule_of(name, batch_size=4, schedule=None, **dynamic_sampling):
+    return make_schedule(make_config(100, batch_size, schedule={"name": name, **(schedule or {})}, **dynamic_sampling))
+
+
 def rounds(batch_size=4, **config):
-    return make_schedule("rounds", DynamicSamplingConfig(**config), batch_size)
+    return schedule_of("rounds", batch_size, **config)
+
+
+# ---- Names ----
 
 
 def test_unknown_schedule_names_key_and_choices():
-    with pytest.raises(ValueError, match=r"schedule\.name: 'windowed' is not a schedule; there is: rounds"):
-        make_schedule("windowed", DynamicSamplingConfig(), 4)
+    with pytest.raises(ValueError, match=r"unknown schedule 'window' \(did you mean 'windowed'\?\); built in"):
+        schedule_of("window")
+
+
+class Hasty(BaseSchedule):
+    """Trains on whatever is ready, one group ahead of need."""
+
+    capabilities = Capabilities(completion_order=True)
+
+    def __init__(self, config, ahead=1):
+        self._size, self._ahead = config.num_prompts_per_step, ahead
+
+    def admit(self, view):
+        return [-1] * (self._size + self._ahead - view.ledger.num_running - view.ledger.level(Phase.READY))
+
+    def select(self, view):
+        ready = sorted(view.ledger.open[Phase.READY])
+        return ready[: self._size] if len(ready) >= self._size else None
+
+    @property
+    def max_open(self):
+        return 2 * self._size + self._ahead
+
+
+class Nothing:
+    """No schedule."""
+
+    def __init__(self, config):
+        pass
+
+
+def test_a_schedule_of_ones_own():
+    made = schedule_of("test_schedules:Hasty", schedule={"kwargs": {"ahead": 3}})
+    assert len(made.admit(View())) == 7
+    with pytest.raises(TypeError, match=r"takes no argument 'ahed' \(did you mean 'ahead'"):
+        schedule_of("test_schedules:Hasty", schedule={"kwargs": {"ahed": 3}})
+    with pytest.raises(TypeError, match=r"lacks capabilities, oldest_version, .*, admit, select"):
+        schedule_of("test_schedules:Nothing")
+
+
+@pytest.mark.parametrize("name", BUILT_IN_SCHEDULES)
+def test_capabilities_are_those_of_the_table(name):
+    c = schedule_of(name).capabilities
+    assert c.has_rounds == (name == "rounds")
+    assert c.stamps_steps == (name == "in_order")
+    assert c.gates_admission == (name != "windowed")
+    assert c.completion_order == (name not in ("rounds", "in_order"))
+
+
+# ---- rounds ----
 
 
 @pytest.mark.parametrize(
@@ -53,16 +119,18 @@ def test_unknown_schedule_names_key_and_choices():
 )
 def test_round_sizes(refill, oversample, ready, num):
     schedule = rounds(refill=refill, oversample=oversample)
-    assert schedule.admit(View().add(ready, Phase.READY)) == num
+    view = View().add(ready, Phase.READY)
+    view.wanted = lambda num_kept, full: math.ceil(oversample * num_kept)
+    assert schedule.admit(view) == [-1] * num
 
 
 @pytest.mark.parametrize("phase", [Phase.IN_FLIGHT, Phase.JUDGING])
 def test_nothing_is_decided_while_a_round_is_under_way(phase):
     view = View(version=99).add(5, Phase.READY).add(1, phase)
     schedule = rounds()
-    assert schedule.admit(view) == 0
+    assert schedule.admit(view) == []
     assert schedule.select(view) is None
-    assert schedule.admit(View().add(1, phase)) == 0
+    assert schedule.admit(View().add(1, phase)) == []
 
 
 def test_select_takes_the_oldest_in_dispatch_order():
@@ -74,11 +142,9 @@ def test_select_takes_the_oldest_in_dispatch_order():
     assert rounds().select(View().add(3, Phase.READY)) is None
 
 
-def test_evict_by_version_of_dispatch():
-    view = View(version=5).add(1, Phase.READY, version=2).add(1, Phase.READY, version=3).add(1, Phase.READY, version=5)
-    assert rounds(max_surplus_age_versions=3).evict(view) == []
-    assert rounds(max_surplus_age_versions=2).evict(view) == [0]
-    assert rounds(max_surplus_age_versions=0).evict(view) == [0, 1]
+@pytest.mark.parametrize("age", [0, 2, 3])
+def test_age_of_carried_groups(age):
+    assert rounds(max_surplus_age_versions=age).oldest_version(View(version=5)) == 5 - age
 
 
 def play(schedule, *kept_in_rounds, num=4):
@@ -89,13 +155,13 @@ def play(schedule, *kept_in_rounds, num=4):
     return schedule
 
 
-def test_replacement_index_is_the_number_of_rounds_before():
+def test_rounds_are_counted_within_a_step():
     schedule = rounds()
-    assert schedule.replacement_index() == 0
+    assert schedule.round_number == 0
     play(schedule, 1, 1)
-    assert (schedule.replacement_index(), schedule.num_rounds) == (2, 2)
+    assert schedule.round_number == 2
     schedule.on_step()
-    assert (schedule.replacement_index(), schedule.num_rounds) == (0, 0)
+    assert schedule.round_number == 0
 
 
 @pytest.mark.parametrize(
@@ -155,6 +221,110 @@ def test_state_round_trip_in_the_middle_of_a_round():
     assert again.exhausted(View()) == schedule.exhausted(View())
 
 
-def test_largest_round():
-    for oversample, groups in ((1.0, 4), (1.5, 6), (1.1, 5), (3.0, 12)):
-        assert Rounds.max_groups_per_round(DynamicSamplingConfig(oversample=oversample), 4) == groups
+@pytest.mark.parametrize(
+    ("oversample", "groups"), [(1.0, 4), ("none", 4), (1.5, 6), (1.1, 5), (3.0, 12), ("adaptive", 10)]
+)
+def test_what_a_step_leaves_over_and_the_largest_round_fit(oversample, groups):
+    assert rounds(oversample=oversample, max_oversample=2.5).max_open == 3 + groups
+
+
+# ---- in_order ----
+
+
+def in_order(lookahead=1, **config):
+    return schedule_of("in_order", schedule={"max_lookahead_versions": lookahead}, **config)
+
+
+def test_each_group_is_for_a_step_in_reach_the_nearest_first():
+    assert in_order(0).admit(View()) == [0] * 4
+    assert in_order(2).admit(View(version=3)) == [3] * 4 + [4] * 4 + [5] * 4
+    view = View(version=3).add(2, Phase.READY, for_step=3).add(1, Phase.IN_FLIGHT, for_step=3)
+    view.add(4, Phase.JUDGING, for_step=4).add(1, Phase.TRAINING, for_step=2)
+    assert in_order(1).admit(view) == [3]
+    assert in_order(1).admit(View(version=99)) == [99] * 4  # step 100 is not of the run
+    # A step is out at the trainer, whose weights are not there yet: the step after it is one version ahead.
+    assert in_order(0).admit(View(version=3, filling=4)) == []
+    assert in_order(1).admit(View(version=3, filling=4)) == [4] * 4
+
+
+def test_a_step_trains_its_own_groups_only():
+    view = View(version=3).add(3, Phase.READY, for_step=3).add(4, Phase.READY, for_step=4)
+    assert in_order().select(view) is None
+    view.add(2, Phase.READY, for_step=3)
+    assert in_order().select(view) == [0, 1, 2, 7]
+    view.short = 1  # a slot was given up
+    assert in_order().select(view) == [0, 1, 2]
+    assert in_order().admit(view) == []
+
+
+def test_several_versions_are_a_step():
+    config = make_config(
+        100, 4, schedule={"name": "in_order", "max_lookahead_versions": 3}, train={"num_minibatches": 2}
+    )
+    view = View(version=6, filling=3)
+    view.versions_per_step = 2
+    assert set(make_schedule(config).admit(view)) == {3, 4}  # step 4 begins with version 8
+    assert make_schedule(config).oldest_version(view) == 6 - 8
+
+
+# ---- ready_first, weight_fifo, windowed ----
+
+
+def gated(name="ready_first", staleness=1, **config):
+    return schedule_of(name, schedule={"max_staleness_versions": staleness}, **config)
+
+
+@pytest.mark.parametrize("name", ["ready_first", "weight_fifo"])
+def test_no_more_are_open_than_the_steps_in_reach_train(name):
+    assert len(gated(name, 0).admit(View(version=7))) == 4
+    view = View(version=7).add(3, Phase.READY, version=7).add(2, Phase.IN_FLIGHT, version=7)
+    assert len(gated(name, 2).admit(view)) == 12 - 5
+    view.short = 2
+    assert len(gated(name, 2).admit(view)) == 10 - 5
+    assert len(gated(name, 2).admit(View(version=98))) == 8  # the run ends
+    assert gated(name, 0).admit(View(version=3, filling=4)) == []
+    assert len(gated(name, 1).admit(View(version=3, filling=4))) == 4
+
+
+@pytest.mark.parametrize("name", ["ready_first", "weight_fifo"])
+def test_a_step_waits_for_groups_that_would_be_too_old_for_the_next(name):
+    view = View(version=7).add(1, Phase.IN_FLIGHT, version=6).add(6, Phase.READY, version=7)
+    assert gated(name, 1).select(view) is None
+    assert gated(name, 2).select(view) is not None
+    view.ledger.move([0], Phase.JUDGING)
+    assert gated(name, 1).select(view) is None
+    view.ledger.move([0], Phase.READY)
+    chosen = gated(name, 1).select(view)
+    assert chosen is not None
+    assert 0 in chosen  # though it was the last to finish
+    assert gated(name, 1).oldest_version(view) == 6
+
+
+def test_the_first_to_finish_or_the_oldest_weights():
+    view = View(version=7).add(3, Phase.JUDGING, version=6).add(3, Phase.JUDGING, version=7)
+    view.ledger.move([5, 3, 0, 4, 2, 1], Phase.READY)
+    assert gated("ready_first", 5).select(view) == [0, 3, 4, 5]
+    assert gated("weight_fifo", 5).select(view) == [0, 1, 2, 3]
+    assert gated("ready_first", 1).select(view) == [0, 1, 2, 5]  # the three of version 6 are due
+
+
+def test_the_window_never_waits():
+    schedule = gated("windowed", 1)
+    view = View(version=7).add(6, Phase.READY, version=7).add(3, Phase.IN_FLIGHT, version=6)
+    assert len(schedule.admit(view)) == 8 - 3
+    assert schedule.select(view) == [2, 3, 4, 5]
+    assert schedule_of("windowed", schedule={"sample_freshest_first": False}).select(view) == [0, 1, 2, 3]
+    assert schedule.evict(view) == []
+    view.add(4, Phase.READY, version=7)
+    assert schedule.evict(view) == [0, 1]  # two steps' worth stay
+    assert schedule.oldest_version(view) == 6
+    assert len(schedule.admit(View(version=99))) == 4
+    assert schedule.admit(View(version=99, filling=100)) == []
+
+
+@pytest.mark.parametrize("name", ["in_order", "ready_first", "weight_fifo", "windowed"])
+def test_nothing_is_selected_before_there_is_enough(name):
+    view = View().add(3, Phase.READY, for_step=0)
+    assert schedule_of(name).select(view) is None
+    assert schedule_of(name).state_dict() == {}
+    assert schedule_of(name).exhausted(view) is None

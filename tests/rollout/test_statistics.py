@@ -10,12 +10,13 @@ from dynrl.core import group_stats
 from dynrl.metrics import check_names
 from dynrl.rollout.buffer import RECORD
 from dynrl.rollout.judge import Judged
+from dynrl.rollout.keep_rate import KeepRate
 from dynrl.rollout.ledger import Ledger, Ticket
 from dynrl.rollout.records import STATUSES, JudgedGroups, Records
 from dynrl.rollout.statistics import RolloutStatistics
 from dynrl.types import Finish, Status, Verdict
 
-TOTALS = Ledger().totals()
+TOTALS, RATES = Ledger().totals(), KeepRate(4, 0.9)
 
 
 def group(
@@ -74,7 +75,7 @@ def test_populations_patterns_and_waste():
     records = stored(score=[2, 3], metric=[2, 3], length=[20, 8], live=[4, 3], step=[0, 1], version=[3, 5])
     statistics.trained(records, step=1, version=5)
     statistics.freed(stored(tokens=[60, 40]))
-    row = statistics.row(TOTALS, num_rounds=2, surplus=7)
+    row = statistics.row(TOTALS, {"num_rounds": 2}, RATES, surplus=7)
     check_names(row)
     expected = {
         # 19 live rollouts: 2 + 4 + 0 + 1 + 3 of them right
@@ -87,11 +88,13 @@ def test_populations_patterns_and_waste():
         "length/first_attempt/mean": 69 / 15,
         "length/trained/mean": 28 / 7,
         "length/truncated_frac": 5 / 19,
+        "length/kept_over_all": (40 / 8) / (89 / 19),
         # 4 groups did not fail
         "group_filter/kept_frac": 2 / 4,
         "group_filter/zero_variance_frac": 2 / 4,
         "group_filter/all_pass_frac": 1 / 4,
         "group_filter/all_fail_frac": 1 / 4,
+        "group_filter/other_frac": 0,
         "group_filter/pattern/pre/0": 1,
         "group_filter/pattern/pre/2": 1,
         "group_filter/pattern/pre/3": 1,
@@ -107,6 +110,8 @@ def test_populations_patterns_and_waste():
         "backfill/num_rounds": 2,
         "backfill/surplus_groups": 7,
         "train_batch/staleness/mean": 1.0,  # (2 + 0) / 2
+        "train_batch/staleness/versions/0": 1,
+        "train_batch/staleness/versions/2": 1,
     }
     assert {k: row.get(k) for k in expected} == pytest.approx(expected)
     assert [k for k in row if "pattern" in k and k not in expected] == []
@@ -114,12 +119,12 @@ def test_populations_patterns_and_waste():
 
 
 def test_nothing_judged_is_null_not_zero():
-    row = RolloutStatistics("score").row(TOTALS, 0, 0)
+    row = RolloutStatistics("score").row(TOTALS, {}, RATES, 0)
     check_names(row)
     for population in ("all", "kept", "trained", "first_attempt"):
         assert row[f"reward/score/{population}/mean"] is None
         assert row[f"length/{population}/mean"] is None
-    for share in ("kept", "zero_variance", "all_pass", "all_fail"):
+    for share in ("kept", "zero_variance", "all_pass", "all_fail", "other"):
         assert row[f"group_filter/{share}_frac"] is None
     assert row["backfill/wasted_tokens"] == 0
 
@@ -127,9 +132,9 @@ def test_nothing_judged_is_null_not_zero():
 def test_a_row_starts_afresh():
     statistics = RolloutStatistics("score")
     statistics.judged(together(GROUPS))
-    first = statistics.row(TOTALS, 1, 0)
+    first = statistics.row(TOTALS, {}, RATES, 0)
     statistics.judged(together(GROUPS))
-    assert statistics.row(TOTALS, 1, 0) == first
+    assert statistics.row(TOTALS, {}, RATES, 0) == first
 
 
 @pytest.mark.parametrize(
@@ -150,7 +155,7 @@ def test_a_row_starts_afresh():
 def test_patterns_of_graded_rewards_are_spread_bins(metric, name):
     statistics = RolloutStatistics("score")
     statistics.judged(group(0, metric, Verdict.KEPT, "mixed"))
-    row = statistics.row(TOTALS, 1, 0)
+    row = statistics.row(TOTALS, {}, RATES, 0)
     check_names(row)
     assert {k: v for k, v in row.items() if "pattern" in k} == {
         f"group_filter/pattern/pre/{name}": 1,
@@ -162,7 +167,7 @@ def test_another_metric_is_recorded_beside_the_score():
     statistics = RolloutStatistics("style")
     statistics.judged(group(0, [1, 0], Verdict.KEPT, "mixed", metric=[0.25, 0.5]))
     statistics.trained(stored(score=[1.0], metric=[0.75], length=[2], live=[2]), 0, 0)
-    row = statistics.row(TOTALS, 1, 0)
+    row = statistics.row(TOTALS, {}, RATES, 0)
     check_names(row)
     for population in ("all", "kept", "trained", "first_attempt"):
         assert row[f"reward/score/{population}/mean"] == 0.5
@@ -177,14 +182,14 @@ def test_several_sources_are_counted_apart():
     rewards = ([1, 0], [1, 1], [0, 1], [1, 0], [0, 0])
     columns = zip(rewards, verdicts, names, strict=True)
     statistics.judged(together([group(i, r, v, "mixed", source=n) for i, (r, v, n) in enumerate(columns)]))
-    row = statistics.row(TOTALS, 1, 0)
+    row = statistics.row(TOTALS, {}, RATES, 0)
     check_names(row)
     assert {k: v for k, v in row.items() if k.startswith("source/")} == {
         "source/gcd/groups": 2, "source/gcd/kept_frac": 1.0, "source/gcd/reward/mean": 0.5,  # one failed: not judged
         "source/lcm/groups": 3, "source/lcm/kept_frac": 1 / 3, "source/lcm/reward/mean": 0.5,
         "source/rare/groups": 0, "source/rare/kept_frac": None, "source/rare/reward/mean": None,
     }  # fmt: skip
-    assert not any(k.startswith("source/") for k in RolloutStatistics("score", ["one"]).row(TOTALS, 1, 0))
+    assert not any(k.startswith("source/") for k in RolloutStatistics("score", ["one"]).row(TOTALS, {}, RATES, 0))
 
 
 def test_the_ledger_is_shown():
@@ -192,10 +197,11 @@ def test_the_ledger_is_shown():
     for i in range(3):
         ledger.dispatch(i, 0, 0, 0, 0)
     ledger.end([0], failed=True)
-    row = RolloutStatistics("score").row(ledger.totals(), 1, 0)
+    row = RolloutStatistics("score").row(ledger.totals(), {}, RATES, 0)
     shown = {k.removeprefix("ledger/"): v for k, v in row.items() if k.startswith("ledger/")}
     assert shown == {
         "dispatched": 3, "trained": 0, "failed": 1, "dropped": 0, "in_flight": 2, "judging": 0, "ready": 0,
+        "held": 0, "training": 0,
         "dropped/filtered": 0, "dropped/stale": 0, "dropped/evicted": 0, "dropped/cancelled": 0, "dropped/surplus": 0,
     }  # fmt: skip
 
@@ -207,4 +213,4 @@ def test_counts_survive_a_restart_in_the_middle_of_a_step():
     after = RolloutStatistics("score")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     after.judged(together(GROUPS[2:]))
-    assert after.row(TOTALS, 1, 0) == whole.row(TOTALS, 1, 0)
+    assert after.row(TOTALS, {}, RATES, 0) == whole.row(TOTALS, {}, RATES, 0)

@@ -3,7 +3,7 @@
     python launch/train.py --config=configs/quickstart.py --workdir=runs/quickstart            # dapo
     python launch/train.py --config=configs/quickstart.py:grpo --workdir=runs/quickstart_grpo
 
-On two CPU cores: 67 s with empty caches, warm start and compilation included. Expected, mean of seeds 0 to 2
+On two CPU cores: 79 s with empty caches, warm start and compilation included. Expected, mean of seeds 0 to 2
 (tests/benchmarks/bench_quickstart.py): accuracy 0.21 -> 0.56 with dapo, 0.21 -> 0.52 with grpo, in 150 steps.
 
 Argument: `dapo` (dynamic sampling: groups without signal are replaced) or `grpo` (every group is trained).

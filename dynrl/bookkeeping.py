@@ -18,7 +18,6 @@ from dynrl.metrics import JsonlWriter, MetricWriter, Row, TensorBoardWriter, che
 from dynrl.progress import Progress
 from dynrl.rollout.controller import ControllerState
 from dynrl.training.checkpoint import Checkpointer
-from dynrl.training.state import TrainState
 
 _FREE_TO_CHANGE = {"progress"}  # keys that change what is shown, not what is computed
 
@@ -42,7 +41,7 @@ class Bookkeeper:
         self._device_metrics: Mapping[str, jax.Array] = {}
         self.generated_tokens = 0
         self.nonfinite_updates = 0  # skipped, run total, as far as metrics were fetched
-        document = self._restore()
+        document = self._restored = self._restore()
         self.resumed = document is not None
         self.grown = document is not None and document["config"]["num_steps"] != parts.config.num_steps
         offset = document["metrics"]["offset"] if document else 0
@@ -112,8 +111,13 @@ class Bookkeeper:
             "nonfinite_updates": self.nonfinite_updates,
             "generated_tokens": self.generated_tokens,
             "metrics": {"offset": self._jsonl.offset if self._jsonl else 0, "pending": pending},
+            "in_flight": None,
         }
-        self._checkpointer.save(self._controller.step, {"state": p.state, "buffer": p.buffer.arrays}, document)
+        arrays: dict[str, Any] = {"arrays": {"state": p.state, "buffer": p.buffer.arrays}}
+        if p.config.checkpoint.in_flight == "state" and not p.producer.idle:
+            document["in_flight"] = {"sampler": p.sampler.state_dict(), "producer": p.producer.state_dict()}
+            arrays["in_flight"] = {"sampler": p.sampler.arrays, "handed_over": p.producer.arrays}
+        self._checkpointer.save(self._controller.step, document, **arrays)
 
     def _restore(self) -> dict[str, Any] | None:
         step = self._checkpointer.latest
@@ -128,7 +132,7 @@ class Bookkeeper:
                 f"{dict(p.mesh.shape)} it would have {p.buffer.capacity}: resume on as many devices as before"
             )
         arrays = self._checkpointer.restore_arrays(step, {"state": p.state, "buffer": p.buffer.arrays})
-        p.state = TrainState(*arrays["state"])
+        p.state = arrays["state"]
         p.buffer.load_state_dict(document["buffer"], arrays["buffer"])
         for part, name in ((p.selector, "selector"), (p.visits, "visits"), (p.store, "store")):
             part.load_state_dict(document[name])
@@ -138,6 +142,28 @@ class Bookkeeper:
         self.nonfinite_updates = document["nonfinite_updates"]
         self._pending = document["metrics"]["pending"]
         return document
+
+    def restore_in_flight(self) -> bool:
+        """Gives sampler and producer the work that was under way; once everything is compiled.
+
+        Returns:
+          Whether there was any in the checkpoint.
+        """
+        if self._restored is None or self._restored["in_flight"] is None:
+            return False
+        p, state = self._parts, self._restored["in_flight"]
+        p.publish(self._controller.version)  # weights to compare with
+        like = p.sampler.arrays
+        if state["sampler"]["pending_version"] is not None:
+            like = like._replace(pending=like.params)
+        payload = p.sampler.filler(p.config.num_generations_per_prompt).payload
+        handed_over = [payload] * len(state["producer"]["handed_over"])
+        step = self._checkpointer.latest
+        assert step is not None
+        arrays = self._checkpointer.restore_arrays(step, {"sampler": like, "handed_over": handed_over}, "in_flight")
+        p.sampler.load_state_dict(state["sampler"], arrays["sampler"])
+        p.producer.load_state_dict(state["producer"], arrays["handed_over"])
+        return True
 
     def close(self) -> None:
         """Waits for the checkpoint writer and closes the metric writers."""

@@ -19,8 +19,8 @@ from dynrl.models import sharding
 from dynrl.models.tokenizer import Tokenizer
 from dynrl.rollout.buffer import GroupBuffer
 from dynrl.rollout.judge import Judge
+from dynrl.rollout.producer import Producer
 from dynrl.rollout.records import warm_up_gather
-from dynrl.rollout.rounds import RoundsProducer
 from dynrl.rollout.schedules import make_schedule
 from dynrl.rollout.statistics import RolloutStatistics
 from dynrl.sampling.engine import SlotEngine
@@ -49,7 +49,7 @@ class Parts:
     verifiers: Verifiers
     judge: Judge
     buffer: GroupBuffer
-    producer: RoundsProducer
+    producer: Producer
     statistics: RolloutStatistics
     optimizer: Any
     state: TrainState
@@ -57,6 +57,10 @@ class Parts:
     compiles: CompileCounter
     warnings: list[str]  # of the configuration
     padding_frac: float  # of evaluation prompts
+
+    def publish(self, version: int) -> None:
+        """Gives the sampler the present weights."""
+        self.sampler.update_weights(self.state.params, version)
 
     def close(self) -> None:
         """Ends the verifier workers."""
@@ -187,7 +191,7 @@ def build(config: RunConfig) -> Parts:
     selector = named(
         "tasks.selector", make_selector, config.tasks.selector, seed=config.seed, **config.tasks.selector_kwargs
     )
-    named("schedule.name", make_schedule, config)
+    schedule = named("schedule.name", make_schedule, config)
     buffer = named("num_prompts_per_step", make_buffer, config, mesh)
     optimizer = make_optimizer(config.train, config.num_steps)
     reference = config.loss.kl_coef > 0
@@ -209,7 +213,9 @@ def build(config: RunConfig) -> Parts:
         verifiers=verifiers,
         judge=judge,
         buffer=buffer,
-        producer=RoundsProducer(config, sampler, verifiers, judge, buffer, tokenizer, tasks.store),
+        producer=Producer(
+            config, sampler, verifiers, judge, buffer, tokenizer, tasks.store, schedule.capabilities.has_rounds
+        ),
         statistics=RolloutStatistics(config.dynamic_sampling.metric, sorted(tasks.source.verifiers)),
         optimizer=optimizer,
         state=init_state(config.model, tokenizer.vocab_size, optimizer, mesh, config.seed, reference),
@@ -275,7 +281,8 @@ def describe(parts: Parts) -> list[str]:
         f"policy {params:,} parameters ({mib(parts.state.params)}), optimizer {mib(parts.state.opt_state)}, "
         f"group buffer {parts.buffer.capacity} groups ({mib(parts.buffer.arrays)})",
         f"sampler: {parts.sampler.describe()}",
-        f"step: {b} groups of {g}, filter {parts.judge.filter.name}",
+        f"step: {b} groups of {g}, filter {parts.judge.filter.name}, schedule {config.schedule.name}"
+        + (f" ({config.schedule.mode})" if config.schedule.name != "rounds" else ""),
         f"source {parts.source.name}: {len(parts.store):,} training and {len(parts.eval_tasks):,} evaluation tasks, "
         f"{parts.padding_frac:.0%} of whose prompts is padding",
         *(f"warning: {warning}" for warning in parts.warnings),

@@ -40,6 +40,7 @@ def make_sampler(
         refill_slots=c.refill_slots,
         prefill_tokens=c.prefill_tokens,
         kv_dtype=c.kv_dtype,
+        weight_update=c.weight_update,
     )
     shape = cache_shape(config.model, options, shards)
     if not c.num_slots:

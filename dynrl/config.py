@@ -111,6 +111,7 @@ class SamplerConfig:
     refill_slots: NonNegativeInt = 0  # or sooner: slots that came free and nobody is prepared for; 0 = a sixteenth
     prefill_tokens: PositiveInt = 512  # of prompts of one length bucket, in one program and row shard
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"  # of the cache; auto = model.dtype
+    weight_update: Literal["in_flight", "drain"] = "in_flight"  # new weights act at once, or when what runs has ended
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class RolloutFailureConfig:
     max_retry_backoff_secs: NonNegativeFloat = 30.0
     on_dropped_prompt: Literal["replace", "shrink"] = "replace"
     min_step_batch_fraction: Fraction = 0.5  # "shrink": groups that a step must have, as a share of B
+    group_deadline_secs: NonNegativeFloat = 0.0  # between a group's dispatch and its verdict; 0 = none
     min_live_per_group: NonNegativeInt = 0  # fewer live rollouts fail the group; 0 = num_generations_per_prompt
     max_skipped_prompts: NonNegativeInt = 1000  # failed groups in a run
     max_consecutive_dropped_prompts: NonNegativeInt = 128  # failed groups in a row
@@ -156,6 +158,8 @@ class ScheduleConfig:
     name: str = "rounds"  # rounds | in_order | ready_first | weight_fifo | windowed | package.module:Class
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # of a class of your own
     mode: Literal["streaming", "async"] = "streaming"  # "async": groups are generated while a step is trained
+    clock: Literal["logical", "wall"] = "logical"  # when verdicts, and new weights under async, are taken: see README
+    chunks_per_update: PositiveInt = 4  # async on a logical clock: sampler polls while a step is trained
     max_lookahead_versions: NonNegativeInt = 0  # in_order: how far ahead of the weights a group's step may be
     max_staleness_versions: NonNegativeInt = 1  # the others: updates between a group's dispatch and its step
     sample_freshest_first: bool = True  # windowed
@@ -222,6 +226,7 @@ class CheckpointConfig:
 
     every_steps: PositiveInt = 50
     max_to_keep: PositiveInt = 2
+    in_flight: Literal["state", "resubmit"] = "state"  # a restart goes on with groups under way, or begins them again
 
 
 @dataclass(frozen=True)
@@ -254,6 +259,12 @@ class RunConfig:
     def versions_per_step(self) -> int:
         """Optimizer updates of a step."""
         return self.train.num_epochs * self.train.num_minibatches
+
+    @property
+    def overlong_kwargs(self) -> dict[str, Any]:
+        """For `dynrl.core.shaped_rewards`."""
+        c, limit = self.loss, self.sampler.max_completion_tokens
+        return {"overlong": c.overlong, "max_tokens": limit, "cache_tokens": c.overlong_cache_tokens}
 
 
 def from_mapping(mapping: Any) -> RunConfig:

@@ -1,5 +1,8 @@
 """Evaluation on frozen tasks: one completion per task, its noise fixed by the task, so that steps are comparable."""
 
+import dataclasses
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from dynrl.config import RunConfig
@@ -12,11 +15,13 @@ from dynrl.types import Groups, Purpose, Request, Sampler, SamplingParams, Score
 
 
 def evaluate(
-    config: RunConfig, tasks: FrozenTasks, sampler: Sampler, verifiers: Verifiers, tokenizer: Tokenizer
-) -> Row:
+    config: RunConfig, tasks: FrozenTasks, sampler: Sampler, verifiers: Verifiers, tokenizer: Tokenizer,
+    other_groups: Callable[[Groups], None], other_scores: Callable[[Sequence[Scores]], None],
+) -> Row:  # fmt: skip
     """Samples every task once with the sampler's present weights and scores it.
 
     A completion passes with a score of `evaluation.pass_score`; partial credit shows in the mean. A dead one fails.
+    Training may be under way in sampler and verifiers: what ends meanwhile goes to `other_groups` and `other_scores`.
 
     Returns:
       eval/main/pass_at_1, eval/main/reward, and pass_at_1 by level, and by source where there are several.
@@ -40,14 +45,27 @@ def evaluate(
     )  # fmt: skip
     handed_over: list[Groups] = []
     scores: dict[int, Scores] = {}
-    while sampler.num_in_flight:
+    ids = {t: t for t in by_ticket}
+
+    def collect(found: Sequence[Scores]) -> None:
+        scores.update((s.ticket, s) for s in found if s.ticket < 0)
+        other_scores([s for s in found if s.ticket >= 0])
+
+    left, mine = len(all_tasks), 0
+    while left:
         groups = sampler.poll(sampler.groups_per_poll(1))
         if groups is not None:
-            handed_over.append(groups)
-            submit_for_judgement(groups, by_ticket, tokenizer, verifiers)
-        scores.update((s.ticket, s) for s in verifiers.poll())
-    while verifiers.num_pending:
-        scores.update((s.ticket, s) for s in verifiers.wait(1.0))
+            ours_P = groups.valid_P & (groups.tickets_P < 0)
+            ours = dataclasses.replace(groups, valid_P=ours_P)
+            left -= int(ours_P.sum())
+            mine += int((ours_P & groups.owned_P).sum())
+            handed_over.append(ours)
+            submit_for_judgement(ours, by_ticket, tokenizer, verifiers, ids)
+            if (groups.valid_P & ~ours_P).any():
+                other_groups(dataclasses.replace(groups, valid_P=groups.valid_P & ~ours_P))
+        collect(verifiers.poll())
+    while len(scores) < mine:
+        collect(verifiers.wait(1.0))
     sums = Sums()
     for groups in handed_over:
         records = gather(records_of(groups, scores, "score"), groups.owned_P)

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
@@ -26,6 +26,7 @@ from dynrl.models.sharding import any_process
 from dynrl.results import RunError, RunResult, summarise
 from dynrl.rollout.controller import apply, initial_state
 from dynrl.rollout.events import (
+    Cancel,
     Command,
     Dispatch,
     Draw,
@@ -33,6 +34,7 @@ from dynrl.rollout.events import (
     Event,
     Free,
     Resumed,
+    Retry,
     StepTrained,
     Stop,
     StopRequested,
@@ -84,6 +86,15 @@ def _run_errors() -> Iterator[None]:
         raise RunError(str(error)) from error
 
 
+class Training(NamedTuple):
+    """A step at the trainer, and what its row will say of how it was filled."""
+
+    metrics: Any  # on the devices
+    counts: dict[str, int]  # the controller's totals
+    surplus: int
+    since_poll: int
+
+
 class Loop:
     """One run: the parts, the controller's state, and the books."""
 
@@ -97,6 +108,8 @@ class Loop:
         self.books = Bookkeeper(parts, self.controller, workdir, callbacks)
         self._interrupt = interrupt  # of this process
         self._stopping = False  # any process, as all of them know
+        self._queue: deque[Command] = deque()  # what the controller has commanded
+        self._training: Training | None = None  # the step that is at the trainer
         self._training_since: float | None = None
         self._start()
         self._step_begin = time.perf_counter()
@@ -119,7 +132,9 @@ class Loop:
         warm_up(parts)
         say(f"compiled {parts.compiles.count - compiles} programs in {time.perf_counter() - begin:.1f} s")
         self._check_interrupt()
-        parts.sampler.update_weights(parts.state.params, self.controller.version)
+        self._resumed_in_flight = self.books.restore_in_flight()
+        if not self._resumed_in_flight:
+            parts.publish(self.controller.version)
         if not self.books.resumed:
             self.books.add_row({"run/step": 0, "run/version": 0, **self._evaluate()})
         parts.compiles.start()
@@ -147,37 +162,44 @@ class Loop:
 
     def train(self) -> str:
         """Follows the controller to its Stop, and returns the reason."""
-        queue = deque(self._advance(Resumed()))
+        self._advance(Resumed(self._resumed_in_flight))
         while True:
-            if not queue:
-                self._await_weights()
-                queue += self._produce()
+            if not self._queue:
+                if self._training is not None and self._step_is_over(self._training):
+                    self._finish_step(self._training)
+                else:
+                    self._produce()
                 continue
-            match queue.popleft():
+            match self._queue.popleft():
                 case Draw(num):
-                    queue += self._advance(self._draw(num))
+                    self._advance(self._draw(num))
                 case Dispatch(tickets):
                     self.parts.producer.dispatch(tickets)
+                case Retry(ticket, delay_secs):
+                    self.parts.producer.retry(ticket, delay_secs)
+                case Cancel(tickets):
+                    self.parts.producer.cancel(tickets)
                 case Train(tickets, note):
                     if note:
                         self.books.progress.say(note)
-                    queue += self._train_step(tickets)
+                    self._training = self._begin_step(tickets)
+                    if not self.controller.overlaps:
+                        self._finish_step(self._training)
                 case Warn(message):
                     self.books.progress.say(message)
                 case Stop(reason, failed):
                     return self._stop(reason, failed)
 
-    def _advance(self, *events: Event) -> list[Command]:
-        """Tells the controller what happened. What it frees is freed here; the other commands come back."""
-        commands: list[Command] = []
+    def _advance(self, *events: Event) -> None:
+        """Tells the controller what happened, and queues what it answers. What it frees is freed at once."""
         for event in events:
-            self.controller, answer = apply(self.controller, event)
-            commands += answer
-        for command in commands:
-            if isinstance(command, Free):
-                self.parts.statistics.freed(self.parts.buffer.records(command.tickets))
-                self.parts.buffer.free(command.tickets)
-        return [c for c in commands if not isinstance(c, Free)]
+            self.controller, commands = apply(self.controller, event)
+            for command in commands:
+                if isinstance(command, Free):
+                    self.parts.statistics.freed(self.parts.buffer.records(command.tickets))
+                    self.parts.buffer.free(command.tickets)
+                else:
+                    self._queue.append(command)
 
     def _draw(self, num: int) -> TasksDrawn:
         """Tasks -> selector."""
@@ -185,8 +207,10 @@ class Loop:
         sources = [task.source for task in self.parts.store.get(ids)]
         return TasksDrawn(tuple(map(Drawn, ids, self.parts.visits.next_visits(ids), sources)), num)
 
-    def _produce(self) -> list[Command]:
+    def _produce(self) -> None:
         """Selector -> sampler -> reward -> group filter -> buffer; the selector learns of every judged group."""
+        if not self.controller.overlaps:
+            self._await_weights()
         events = self.parts.producer.poll()
         outcomes: list[Outcome] = []
         for judged in self.parts.producer.take_judged():
@@ -197,22 +221,39 @@ class Loop:
         outcomes += [Outcome(t.task_id, t.visit, Verdict.FILTERED, 0, 0, math.nan, t.version) for t in skipped]
         for outcome in outcomes:
             self.parts.selector.observe(outcome)
-        return self._advance(*events)
+        self._advance(*events)
 
-    def _train_step(self, tickets: tuple[int, ...]) -> list[Command]:
-        """Buffer -> batch -> train step -> weights to the sampler -> row, evaluation, checkpoint."""
+    def _begin_step(self, tickets: tuple[int, ...]) -> "Training":
+        """Buffer -> batch -> train step."""
         self._await_weights()  # a step that surplus fills follows the step before at once
-        parts, step, version = self.parts, self.controller.step, self.controller.version
-        counts, surplus = dict(self.controller.totals), self.controller.ledger.level(Phase.READY)
-        parts.statistics.trained(parts.buffer.records(tickets), step, version)
+        parts, step = self.parts, self.controller.step
+        surplus = self.controller.ledger.level(Phase.READY)
+        parts.statistics.trained(parts.buffer.records(tickets), step, step * self.config.versions_per_step)
         self._training_since = time.perf_counter()
         parts.state, metrics = parts.train_step(parts.state, parts.buffer.take(tickets))
         parts.buffer.free(tickets)
-        version += self.config.versions_per_step
-        parts.sampler.update_weights(parts.state.params, version)
-        commands = self._advance(StepTrained(version))
-        row = parts.statistics.row(self.controller.ledger.totals(), counts, self.controller.keep_rate, surplus)
-        self.books.add_row({"run/step": step + 1, "run/version": version, **row, **self._sampler_row()}, metrics)
+        return Training(metrics, dict(self.controller.totals), surplus, parts.producer.num_polls)
+
+    def _step_is_over(self, training: "Training") -> bool:
+        """Whether the new weights are published now, where groups are generated while a step is trained."""
+        producer, schedule = self.parts.producer, self.config.schedule
+        if producer.idle:
+            return True
+        if schedule.clock == "logical":
+            return producer.num_polls - training.since_poll >= schedule.chunks_per_update
+        return not any_process(not self.parts.state.updates.is_ready())
+
+    def _finish_step(self, training: "Training") -> None:
+        """Weights to the sampler -> row, evaluation, checkpoint."""
+        self._training = None
+        parts, step = self.parts, self.controller.step
+        version = (step + 1) * self.config.versions_per_step
+        parts.publish(version)
+        self._advance(StepTrained(version))
+        totals, rates = self.controller.ledger.totals(), self.controller.keep_rate
+        row = parts.statistics.row(totals, training.counts, rates, training.surplus)
+        row |= {"run/step": step + 1, "run/version": version, **self._sampler_row()}
+        self.books.add_row(row, training.metrics)
         every = self.config.evaluation.every_steps
         if every and (step + 1) % every == 0:
             self._await_weights()
@@ -222,7 +263,9 @@ class Loop:
             self._await_weights()  # the checkpoint's copy of the row is whole
             self.books.save()
         self._stopping = any_process(self._interrupt.requested)
-        return self._advance(StopRequested("interrupted")) if self._stopping else commands
+        if self._stopping:
+            self._queue.clear()
+            self._advance(StopRequested("interrupted"))
 
     def _await_weights(self) -> None:
         """Waits for the train step, which the sampler would wait for anyway, to know what each phase takes."""
@@ -251,7 +294,10 @@ class Loop:
     def _evaluate(self) -> Row:
         """Frozen tasks -> sampler -> reward."""
         parts, begin = self.parts, time.perf_counter()
-        row = evaluate(self.config, parts.eval_tasks, parts.sampler, parts.verifiers, parts.tokenizer)
+        row = evaluate(
+            self.config, parts.eval_tasks, parts.sampler, parts.verifiers, parts.tokenizer,
+            lambda groups: self._advance(*parts.producer.receive(groups)), parts.producer.collect,
+        )  # fmt: skip
         self._counters = parts.sampler.counters  # evaluation's tokens are not the step's
         spent = time.perf_counter() - begin
         self._step_begin = getattr(self, "_step_begin", begin) + spent  # evaluation is not part of the step

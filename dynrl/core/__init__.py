@@ -17,7 +17,7 @@ from dynrl.core.group_stats import GroupStats, group_stats, has_signal
 from dynrl.core.logprobs import token_logprobs
 from dynrl.core.losses import AGGREGATIONS, policy_loss
 from dynrl.core.masking import completion_mask, masked_sum_count, safe_divide
-from dynrl.core.overlong import soft_overlong_penalty
+from dynrl.core.overlong import shaped_rewards, soft_overlong_penalty
 from dynrl.core.packing import scatter_kept, scatter_rows
 from dynrl.core.surrogates import KL_ESTIMATORS, LOSSES
 
@@ -40,6 +40,7 @@ __all__ = [
     "safe_divide",
     "scatter_kept",
     "scatter_rows",
+    "shaped_rewards",
     "soft_overlong_penalty",
     "token_logprobs",
 ]

@@ -32,3 +32,18 @@ def soft_overlong_penalty(length: Array, *, max_tokens: int, cache_tokens: int) 
     free_tokens = max_tokens - cache_tokens
     clipped = xp.clip(xp.asarray(length), free_tokens, max_tokens).astype(xp.float32)
     return (np.float32(free_tokens) - clipped) / np.float32(cache_tokens)
+
+
+def shaped_rewards(rewards: Array, length: Array, *, overlong: str, max_tokens: int, cache_tokens: int) -> Array:
+    """What group estimators take: the rewards themselves, or with the penalty where `overlong` is "penalty".
+
+    Args:
+      rewards: float32, of any shape; that of `length` for a penalty.
+      length: int, tokens of each completion.
+      overlong: "keep", "mask" or "penalty".
+      max_tokens: as in `soft_overlong_penalty`.
+      cache_tokens: as there.
+    """
+    if overlong != "penalty":
+        return rewards
+    return rewards + soft_overlong_penalty(length, max_tokens=max_tokens, cache_tokens=cache_tokens)

@@ -25,11 +25,13 @@ class Judged(NamedTuple):
 
     verdict_P: np.ndarray  # of Verdict
     pattern_P: np.ndarray  # of str: mixed, all_pass, all_fail or uniform
+    refused_P: np.ndarray  # bool: filtered, though there is signal and a rollout that it would train
     stats: GroupStats
 
     def rows(self, rows_P: np.ndarray) -> "Judged":
         """The groups of a mask."""
-        return Judged(self.verdict_P[rows_P], self.pattern_P[rows_P], GroupStats(*(x[rows_P] for x in self.stats)))
+        stats = GroupStats(*(x[rows_P] for x in self.stats))
+        return Judged(self.verdict_P[rows_P], self.pattern_P[rows_P], self.refused_P[rows_P], stats)
 
 
 class Judge:
@@ -118,7 +120,8 @@ class Judge:
         failed_P = stats.count < self._min_live
         verdict_P = _VERDICTS[np.where(failed_P, 2, keep_P)]
         uniform_P = np.where(stats.min > 0, 1, np.where(stats.max <= 0, 2, 3))
-        return Judged(verdict_P, _PATTERNS[np.where(signal_P, 0, uniform_P)], stats)
+        refused_P = signal_P & teaches_P & ~keep_P & ~failed_P
+        return Judged(verdict_P, _PATTERNS[np.where(signal_P, 0, uniform_P)], refused_P, stats)
 
     def warm_up(self, num_groups: int, num_samples: int, num_rewards: int = 0) -> None:
         """Compiles."""

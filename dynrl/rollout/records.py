@@ -4,7 +4,7 @@ Every producer uses these: completions to the verifiers, their scores into recor
 together (law 4), and what metrics, controller and selector are told of judged groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,10 +18,11 @@ from dynrl.rollout.judge import Judged
 from dynrl.rollout.ledger import Ticket
 from dynrl.tasks.rewards import metric_value
 from dynrl.tasks.verifiers import Verifiers
-from dynrl.types import Finish, Groups, Outcome, Scores, Status, Task
+from dynrl.types import Finish, Groups, Outcome, Scores, Status, Task, Verdict
 
 STATUSES = tuple(Status)
 _STATUS_INDEX = {status: i for i, status in enumerate(STATUSES)}
+_INFRA = [_STATUS_INDEX[s] for s in (Status.CRASHED, Status.SAMPLER)]  # what another attempt may cure
 _LIVE_STATUS = np.array([status.live for status in STATUSES])
 
 
@@ -71,8 +72,13 @@ class JudgedGroups:
 
     def judgements(self) -> list[Judgement]:
         """What the controller is told."""
-        rows = zip(self.tickets, self.judged.verdict_P.tolist(), self.judged.pattern_P.tolist(), strict=True)
-        return [Judgement(t.ticket, verdict, pattern) for t, verdict, pattern in rows]
+        j = self.judged
+        infra_N = np.isin(self.records.status, _INFRA).any(1)
+        failed_N = j.verdict_P == Verdict.FAILED
+        cause_N = np.where(failed_N, np.where(infra_N, "infra", "data"), "")
+        columns = (j.verdict_P, j.pattern_P, cause_N, j.stats.spread, j.refused_P)
+        rows = zip(self.tickets, *(c.tolist() for c in columns), strict=True)
+        return [Judgement(t.ticket, *values) for t, *values in rows]
 
     def outcomes(self) -> list[Outcome]:
         """What the selector is told."""
@@ -107,8 +113,18 @@ def warm_up_gather(num_groups: int, num_samples: int, num_rewards: int = 0) -> N
     gather(Records(floats, floats, zeros, zeros, zeros, ones, components), np.zeros(num_groups, bool))
 
 
-def submit_for_judgement(groups: Groups, tasks: dict[int, Task], tokenizer: Tokenizer, verifiers: Verifiers) -> None:
-    """Decodes the finished completions that this process owns and hands them to the verifiers."""
+def submit_for_judgement(
+    groups: Groups, tasks: Mapping[int, Task], tokenizer: Tokenizer, verifiers: Verifiers, ids: Mapping[int, int]
+) -> None:
+    """Decodes the finished completions that this process owns and hands them to the verifiers.
+
+    Args:
+      groups: from the sampler.
+      tasks: by ticket.
+      tokenizer: decodes.
+      verifiers: the pool.
+      ids: the numbers by which the pool is to know the tickets.
+    """
     mine = np.flatnonzero(groups.valid_P & groups.owned_P)
     if not len(mine):
         return
@@ -118,7 +134,7 @@ def submit_for_judgement(groups: Groups, tasks: dict[int, Task], tokenizer: Toke
         texts[n] = None
     num = len(texts) // len(mine)
     for i, ticket in enumerate(groups.tickets_P[mine].tolist()):
-        verifiers.submit(ticket, tasks[ticket], texts[i * num : (i + 1) * num])
+        verifiers.submit(ids[ticket], tasks[ticket], texts[i * num : (i + 1) * num])
 
 
 def records_of(groups: Groups, scores: dict[int, Scores], metric: str, names: Sequence[str] = ()) -> Records:

@@ -34,19 +34,24 @@ class Checkpointer:
         """The step of the newest finished checkpoint."""
         return self._manager.latest_step()
 
-    def save(self, step: int, arrays: Any, document: dict[str, Any]) -> None:
-        """Copies the arrays from the devices, then writes in the background."""
-        args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), document=ocp.args.JsonSave(document))
+    def save(self, step: int, document: dict[str, Any], **arrays: Any) -> None:
+        """Copies the arrays, trees by item, from the devices, then writes in the background."""
+        items = {name: ocp.args.StandardSave(tree) for name, tree in arrays.items()}
+        args = ocp.args.Composite(document=ocp.args.JsonSave(document), **items)
         self._manager.save(step, args=args, force=True)
 
     def restore_document(self, step: int) -> dict[str, Any]:
         """The JSON document of a checkpoint. Raises RuntimeError for one that is damaged."""
         return self._restore(step, document=ocp.args.JsonRestore())["document"]
 
-    def restore_arrays(self, step: int, like: Any) -> Any:
-        """The arrays of a checkpoint, in the shapes, dtypes and shardings of `like`. Raises RuntimeError as above."""
+    def restore_arrays(self, step: int, like: Any, item: str = "arrays") -> Any:
+        """Arrays of a checkpoint, in the tree, shapes, dtypes and shardings of `like`. Raises RuntimeError as above.
+
+        `item` is "arrays" or "in_flight", as they were saved.
+        """
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-        return self._restore(step, arrays=ocp.args.StandardRestore(abstract))["arrays"]
+        restored = self._restore(step, **{item: ocp.args.StandardRestore(abstract)})[item]
+        return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(restored))  # tuples come back as lists
 
     def _restore(self, step: int, **items: Any) -> Any:
         try:

@@ -20,7 +20,7 @@ from dynrl.core import (
     masked_sum_count,
     policy_loss,
     safe_divide,
-    soft_overlong_penalty,
+    shaped_rewards,
 )
 from dynrl.models import sharding
 from dynrl.models.decoder import Params
@@ -62,10 +62,7 @@ def cut(tree: Any, num_parts: int, index: Array | int, shards: int) -> Any:
 
 def estimator_input(batch: TrainBatch, config: RunConfig) -> Array:
     """The rewards that advantages are computed from: raw, or with DAPO's penalty for overlong completions."""
-    if config.loss.overlong != "penalty":
-        return batch.rewards_BG
-    limit, cache = config.sampler.max_completion_tokens, config.loss.overlong_cache_tokens
-    return batch.rewards_BG + soft_overlong_penalty(batch.payload.length_PG, max_tokens=limit, cache_tokens=cache)
+    return shaped_rewards(batch.rewards_BG, batch.payload.length_PG, **config.overlong_kwargs)
 
 
 def _logprobs(params: Params, batch: TrainBatch, config: RunConfig) -> tuple[Array, Array]:

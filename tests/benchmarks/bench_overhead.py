@@ -23,7 +23,7 @@ from unittest import mock
 
 import dynrl
 import dynrl.loop
-import dynrl.rollout.rounds
+import dynrl.rollout.producer
 from dynrl.build import build
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.py"

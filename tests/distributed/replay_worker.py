@@ -23,7 +23,7 @@ from dynrl.config import from_mapping
 from dynrl.interrupt import Interrupt
 from dynrl.loop import Loop, run
 from dynrl.models import sharding
-from dynrl.rollout.rounds import RoundsProducer
+from dynrl.rollout.producer import Producer
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import Groups, Payload
 
@@ -192,9 +192,9 @@ def own_row_hashes(mesh, batch):
     return {int(i): hashes[i] for i in np.flatnonzero(owned)}
 
 
-def producer_of(parts: Parts) -> RoundsProducer:
-    return RoundsProducer(
-        parts.config, parts.sampler, parts.verifiers, parts.judge, parts.buffer, parts.tokenizer, parts.store
+def producer_of(parts: Parts) -> Producer:
+    return Producer(
+        parts.config, parts.sampler, parts.verifiers, parts.judge, parts.buffer, parts.tokenizer, parts.store, True
     )
 
 

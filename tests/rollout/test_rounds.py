@@ -10,13 +10,13 @@ from jax.experimental import multihost_utils
 from dynrl.config import from_mapping
 from dynrl.models import sharding
 from dynrl.models.tokenizer import CharTokenizer
-from dynrl.rollout import rounds
+from dynrl.rollout import producer as producer_module
 from dynrl.rollout.buffer import RECORD, GroupBuffer
 from dynrl.rollout.events import GroupsGenerated, GroupsJudged, Judgement
 from dynrl.rollout.judge import Judge
 from dynrl.rollout.ledger import Ticket
+from dynrl.rollout.producer import Producer
 from dynrl.rollout.records import STATUSES, Records, gather, records_of
-from dynrl.rollout.rounds import RoundsProducer
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import Finish, Groups, Payload, Purpose, Reward, SamplingParams, Scores, Status, Task, Verdict
 
@@ -126,9 +126,9 @@ def tickets(*numbers):
     return [Ticket(n, task_id=n, visit=3, version=0, step=1, replacement_index=0) for n in numbers]
 
 
-def make_producer(parts, sampler, verifiers, run=None) -> RoundsProducer:
+def make_producer(parts, sampler, verifiers, run=None) -> Producer:
     fakes: Any = (sampler, verifiers, *parts, TOKENIZER, Store())
-    return RoundsProducer(run or config(), *fakes)
+    return Producer(run or config(), *fakes, in_rounds=True)
 
 
 def run_round(parts, sampler, verifiers, numbers, run=None, judge=None):
@@ -136,11 +136,11 @@ def run_round(parts, sampler, verifiers, numbers, run=None, judge=None):
     default_judge, buffer = parts
     buffer.free(buffer.tickets)
     producer = make_producer((judge or default_judge, buffer), sampler, verifiers, run)
-    assert not producer.busy
+    assert producer.idle
     producer.dispatch(tickets(*numbers))
-    assert producer.busy
+    assert not producer.idle
     events = []
-    while producer.busy:
+    while not producer.idle:
         events += producer.poll()
     return events, producer
 
@@ -148,7 +148,7 @@ def run_round(parts, sampler, verifiers, numbers, run=None, judge=None):
 def judgements(events):
     """All of a round, which come as one event, the last."""
     assert [type(e) for e in events] == [GroupsGenerated] * (len(events) - 1) + [GroupsJudged]
-    return list(events[-1].judgements)
+    return [Judgement(*j[:3]) for j in events[-1].judgements]
 
 
 def only_group(producer):
@@ -210,6 +210,21 @@ def test_a_rollout_that_the_sampler_lost_is_dead(mesh1, parts):
     assert parts[1].tickets == [6]
 
 
+def test_the_controller_is_told_causes_spreads_and_what_was_refused(mesh1, parts):
+    run = config(dynamic_sampling={"filter": "accuracy_band", "filter_kwargs": {"low": 0.6, "high": 0.9}})
+    judge = Judge(run.dynamic_sampling, run.loss, G)
+    texts = {5: ("5", "0"), 6: (None, "6"), 7: ("7", "7"), 8: ("8", "8")}
+    sampler = ScriptedSampler(mesh1, [(5, 6, 7, 8)], texts)
+    events, _ = run_round(parts, sampler, ScriptedVerifiers(broken=[8]), (5, 6, 7, 8), judge=judge)
+    told = [(j.verdict, j.cause, j.spread, j.signal) for j in events[-1].judgements]
+    assert told == [
+        (Verdict.FILTERED, "", 1.0, True),  # half right: there is signal, but not as much as the filter wants
+        (Verdict.FAILED, "infra", 0.0, False),
+        (Verdict.FILTERED, "", 0.0, False),
+        (Verdict.FAILED, "data", 0.0, False),
+    ]
+
+
 def test_a_group_without_live_rollouts_fails_whatever_is_allowed(mesh1, parts):
     judge = Judge(config().dynamic_sampling, config().loss, 1)
     sampler = ScriptedSampler(mesh1, [(5, 6)], {5: ("5", "0"), 6: ("6", None)})
@@ -267,7 +282,7 @@ def test_rounds_follow_each_other(mesh1, parts):
         sampler._polls = [numbers[::-1]]
         producer.dispatch(tickets(*numbers))
         events = []
-        while producer.busy:
+        while not producer.idle:
             events += producer.poll()
         assert [j.ticket for j in judgements(events)] == list(numbers)
     assert sorted(parts[1].tickets) == [1, 2, 3, 4]
@@ -285,7 +300,7 @@ def test_a_refused_prompt_names_ticket_and_task(mesh1, parts):
     producer = make_producer(parts, Refuses(mesh1, [], {}), ScriptedVerifiers())
     with pytest.raises(ValueError, match=r"ticket 5 \(task 5\)"):
         producer.dispatch(tickets(5))
-    assert not producer.busy
+    assert producer.idle
 
 
 @pytest.mark.parametrize("numbers", [(5, 123456, 6), (123456, 1234567)])
@@ -313,8 +328,10 @@ def test_a_prompt_that_cannot_be_encoded_names_task_and_source(mesh1, parts):
 def test_a_host_filter_that_raises_on_one_process_ends_all(mesh1, parts, monkeypatch):
     """Both sides of it: the process whose filter raises tells the others before it goes, and they do not go on."""
     gathered = []
-    real = rounds.gather
-    monkeypatch.setattr(rounds, "gather", lambda records, owned: gathered.append(records) or real(records, owned))
+    real = producer_module.gather
+    monkeypatch.setattr(
+        producer_module, "gather", lambda records, owned: gathered.append(records) or real(records, owned)
+    )
     run = config(dynamic_sampling={"filter": "user_code:raises"})
     judge = Judge(run.dynamic_sampling, run.loss, G)
     texts = {5: ("5", "0"), 6: ("6", "0")}
@@ -322,7 +339,7 @@ def test_a_host_filter_that_raises_on_one_process_ends_all(mesh1, parts, monkeyp
         run_round(parts, ScriptedSampler(mesh1, [(5, 6)], texts), ScriptedVerifiers(), (5, 6), run, judge)
     assert (gathered[0].host_keep == -1).all()
     elsewhere = lambda records, owned: records._replace(host_keep=records.host_keep * 0 - 1)  # noqa: E731
-    monkeypatch.setattr(rounds, "gather", elsewhere)
+    monkeypatch.setattr(producer_module, "gather", elsewhere)
     with pytest.raises(RuntimeError, match="filter 'has_signal' failed on another process"):
         run_round(parts, ScriptedSampler(mesh1, [(5, 6)], texts), ScriptedVerifiers(), (5, 6))
 

@@ -34,7 +34,12 @@ def group(
         host_keep=np.ones((1, 1), np.int32),
         components=np.zeros((1, 0), np.float32),
     )
-    judged = Judged(np.array([verdict], object), np.array([pattern], object), group_stats(records.metric, records.live))
+    judged = Judged(
+        np.array([verdict], object),
+        np.array([pattern], object),
+        np.zeros(1, bool),
+        group_stats(records.metric, records.live),
+    )
     return JudgedGroups([Ticket(number, number, 0, 0, 0, index)], [source], judged, records)
 
 

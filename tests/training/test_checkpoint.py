@@ -30,7 +30,7 @@ def make_arrays(mesh, seed=0):
 
 def save(directory, arrays, step=3, keep=2):
     checkpointer = Checkpointer(directory, CheckpointConfig(max_to_keep=keep))
-    checkpointer.save(step, arrays, DOCUMENT | {"step": step})
+    checkpointer.save(step, DOCUMENT | {"step": step}, arrays=arrays)
     checkpointer.close()
 
 
@@ -58,7 +58,7 @@ def test_arrays_are_copied_before_save_returns(mesh1, tmp_path):
     arrays = make_arrays(mesh1)
     want = jax.tree.map(lambda x: np.array(x), arrays)
     checkpointer = Checkpointer(epath.Path(tmp_path) / "checkpoints", CheckpointConfig())
-    checkpointer.save(1, arrays, DOCUMENT)
+    checkpointer.save(1, DOCUMENT, arrays=arrays)
     jax.tree.map(lambda x: x.delete(), arrays)
     checkpointer.close()
     checkpointer = Checkpointer(epath.Path(tmp_path) / "checkpoints", CheckpointConfig())
@@ -86,7 +86,7 @@ def test_what_a_killed_writer_left_is_ignored(mesh1, tmp_path):
     assert checkpointer.latest == 3
     like = make_arrays(mesh1, seed=1)
     assert_restored(checkpointer.restore_arrays(3, like), arrays, like)
-    checkpointer.save(7, make_arrays(mesh1, seed=2), DOCUMENT)  # its step can be written again
+    checkpointer.save(7, DOCUMENT, arrays=make_arrays(mesh1, seed=2))  # its step can be written again
     checkpointer.close()
     checkpointer = Checkpointer(directory, CheckpointConfig())
     assert checkpointer.latest == 7
@@ -98,7 +98,7 @@ def test_the_newest_stay(mesh1, tmp_path):
     directory = epath.Path(tmp_path) / "checkpoints"
     checkpointer = Checkpointer(directory, CheckpointConfig(max_to_keep=2))
     for step in (2, 4, 6):
-        checkpointer.save(step, {"x": jnp.full(2, step)}, {"step": step})
+        checkpointer.save(step, {"step": step}, arrays={"x": jnp.full(2, step)})
     checkpointer.close()
     assert sorted(p.name for p in directory.iterdir()) == ["4", "6"]
     checkpointer = Checkpointer(directory, CheckpointConfig(max_to_keep=2))

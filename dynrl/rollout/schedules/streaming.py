@@ -36,12 +36,13 @@ class InOrder(BaseSchedule):
         return range(view.filling, min(ahead + 1, view.num_steps))
 
     def admit(self, view: View) -> Sequence[int]:
-        """What each step in reach still lacks, the nearest one first."""
-        ledger, stamps = view.ledger, []
+        """What each step in reach still lacks, the nearest one first; the surplus of one serves the next."""
+        ledger, stamps, missing, running, full = view.ledger, [], 0, 0, 0
         for step in self._steps(view):
-            missing = view.size(step) - ledger.ready_for(step)
-            if missing > 0:
-                stamps += [step] * (view.wanted(missing, self._batch_size) - ledger.running_of_step[step])
+            missing += view.size(step) - ledger.ready_for(step)
+            running += ledger.running_of_step[step]
+            full += self._batch_size
+            stamps += [step] * (view.wanted(missing, full) - running - len(stamps))
         return stamps
 
     def select(self, view: View) -> list[int] | None:

@@ -1,0 +1,353 @@
+"""The producer: dispatched groups in, events of the controller out, kept payloads into the buffer.
+
+Verification overlaps with generation: groups go to the verifiers as the sampler hands them over, while it decodes
+the next chunk. They are judged at sync points (law 4), where the records of all processes are gathered and every
+process takes the same events. When that is makes all the difference between the modes:
+
+- rounds: when everything dispatched is generated and verified;
+- a logical clock: one poll after they were handed over, whatever the verifiers have done by then: it is waited for
+  them, so that the same run makes the same events again (law 7);
+- a wall clock: as soon as all processes have their scores.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dynrl.config import RunConfig
+from dynrl.core import shaped_rewards
+from dynrl.models.sharding import any_process, common_number, local_rows
+from dynrl.models.tokenizer import Tokenizer
+from dynrl.rollout.buffer import RECORD, GroupBuffer
+from dynrl.rollout.events import AttemptsFailed, GroupsGenerated, GroupsJudged, Judgement
+from dynrl.rollout.judge import Judge
+from dynrl.rollout.ledger import Ticket
+from dynrl.rollout.records import (
+    JudgedGroups,
+    Records,
+    buffer_records,
+    gather,
+    records_of,
+    submit_for_judgement,
+)
+from dynrl.tasks.store import FrozenTasks, TaskStore
+from dynrl.tasks.verifiers import Verifiers
+from dynrl.types import Finish, Groups, Payload, Purpose, Request, Sampler, SamplingParams, Scores, Task, Verdict
+
+Events = list[GroupsGenerated | GroupsJudged | AttemptsFailed]
+_FILTER_FAILED = -1  # in the place of a host filter's verdict
+_ATTEMPT = 2**40  # times the attempt, in the number that names a group to the verifiers: late scores do not meet
+
+
+@dataclasses.dataclass
+class HandedOver:
+    """A set of groups that the sampler has finished."""
+
+    groups: Groups
+    poll: int  # the number of the poll that handed it over
+
+
+class Producer:
+    """Runs dispatched groups through sampler, verifiers and filter.
+
+    Args:
+      config: the run's.
+      sampler: the sampler.
+      verifiers: the pool.
+      judge: the filter.
+      buffer: takes the kept groups.
+      tokenizer: encodes prompts, decodes completions.
+      store: where tasks are looked up.
+      in_rounds: whether nothing is judged before everything dispatched is generated and verified.
+    """
+
+    def __init__(
+        self, config: RunConfig, sampler: Sampler, verifiers: Verifiers, judge: Judge, buffer: GroupBuffer,
+        tokenizer: Tokenizer, store: TaskStore | FrozenTasks, in_rounds: bool,
+    ) -> None:  # fmt: skip
+        self._config, self._in_rounds = config, in_rounds
+        self._sampler, self._verifiers, self._judge, self._buffer = sampler, verifiers, judge, buffer
+        self._tokenizer, self._store = tokenizer, store
+        c = config.sampler
+        self._params = SamplingParams(c.temperature, c.max_completion_tokens, stop_strings=c.stop_strings)
+        # In rounds nothing is decided before all are there: they come in as few payloads as possible.
+        self._min_groups = sampler.groups_per_poll(config.num_generations_per_prompt) if in_rounds else 1
+        self._deadline_secs = config.rollout_failure.group_deadline_secs
+        self._tickets: dict[int, Ticket] = {}  # dispatched and not judged
+        self._tasks: dict[int, Task] = {}
+        self._since: dict[int, float] = {}  # their dispatch, where there is a deadline
+        self._retries: list[tuple[float, Ticket]] = []  # when they are due
+        self._handed_over: deque[HandedOver] = deque()
+        self._scores: dict[int, Scores] = {}  # by ticket
+        self._awaited: dict[int, int] = {}  # tickets, by their number with the verifiers
+        self._too_long: list[Ticket] = []  # whose prompts do not fit
+        self._judged: list[JudgedGroups] = []
+        self._skipped: list[Ticket] = []  # since `take_skipped`
+        self._epoch, self._now = time.monotonic(), 0.0  # seconds since, the same on every process
+        self.num_polls = 0
+        self.secs = {"sampler": 0.0, "reward": 0.0, "backfill": 0.0}  # by phase, since `take_secs`
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._tickets
+
+    def take_judged(self) -> list[JudgedGroups]:
+        """The groups judged since the last call, for metrics and the selector."""
+        judged, self._judged = self._judged, []
+        return judged
+
+    def take_skipped(self) -> list[Ticket]:
+        """The groups since the last call that were never generated: their prompts are too long."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
+    def take_secs(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
+        secs, self.secs = self.secs, dict.fromkeys(self.secs, 0.0)
+        return secs
+
+    # ---- What the controller commands ----
+
+    def dispatch(self, tickets: Sequence[Ticket]) -> None:
+        """Sends groups to the sampler.
+
+        Raises:
+          ValueError: naming ticket and task, for a prompt that the sampler refuses.
+        """
+        tasks = self._store.get([t.task_id for t in tickets])
+        g, limit = self._config.num_generations_per_prompt, self._config.tasks.max_prompt_tokens
+        requests = []
+        self._read_clock()
+        for t, task in zip(tickets, tasks, strict=True):
+            prompt = self._encode(task)
+            if len(prompt) > limit and self._config.tasks.long_prompts == "skip":
+                self._too_long.append(t)
+            else:
+                requests.append(Request(t.ticket, t.task_id, t.visit, Purpose.TRAIN, prompt, g, self._params))
+        self._sampler.submit(requests)
+        for t, task in zip(tickets, tasks, strict=True):
+            self._tickets[t.ticket], self._tasks[t.ticket], self._since[t.ticket] = t, task, self._now
+
+    def _encode(self, task: Task) -> list[int]:
+        try:
+            return self._tokenizer.encode(task.prompt)
+        except ValueError as error:
+            raise ValueError(f"task {task.task_id} of source {task.source}: {error}") from error
+
+    def retry(self, ticket: Ticket, delay_secs: float) -> None:
+        """Forgets what there is of the group's last attempt, and dispatches it again after a while."""
+        self.cancel([ticket.ticket])
+        self._read_clock()
+        self._tickets[ticket.ticket] = ticket
+        self._retries.append((self._now + delay_secs, ticket))
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Nobody waits for these groups any more."""
+        gone = set(numbers)
+        self._sampler.cancel(numbers)
+        self._retries = [r for r in self._retries if r[1].ticket not in gone]
+        self._awaited = {i: t for i, t in self._awaited.items() if t not in gone}
+        for number in numbers:
+            for known in (self._tickets, self._tasks, self._since, self._scores):
+                known.pop(number, None)
+        for handed in self._handed_over:
+            rows_P = np.isin(handed.groups.tickets_P, numbers)
+            if rows_P.any():
+                tickets_P = np.where(rows_P, -1, handed.groups.tickets_P)
+                handed.groups = dataclasses.replace(
+                    handed.groups, tickets_P=tickets_P, valid_P=handed.groups.valid_P & ~rows_P
+                )
+
+    # ---- What happens ----
+
+    def poll(self) -> Events:
+        """One chunk of decoding, or a wait for verifiers; events in the order in which the controller takes them."""
+        self.num_polls += 1
+        events = self._watch_clock()
+        if self._sampler.num_in_flight:
+            begin = time.perf_counter()
+            groups = self._sampler.poll(self._min_groups)
+            self.secs["sampler"] += time.perf_counter() - begin
+            if groups is not None:
+                events += self.receive(groups)
+        begin = time.perf_counter()
+        self.collect(self._verifiers.poll())
+        due = self._due()
+        self.secs["reward"] += time.perf_counter() - begin
+        begin = time.perf_counter()
+        events += self._judge_all(due)
+        self.secs["backfill"] += time.perf_counter() - begin
+        if not events and self._retries and len(self._retries) == len(self._tickets):
+            time.sleep(0.02)  # nothing else to do
+        return events
+
+    def receive(self, groups: Groups) -> Events:
+        """Takes finished groups, from `poll` or from whoever polls the sampler for something else meanwhile."""
+        begin = time.perf_counter()
+        self._handed_over.append(HandedOver(groups, self.num_polls))
+        self._verify(groups)
+        self.secs["reward"] += time.perf_counter() - begin
+        return [GroupsGenerated(tuple(groups.tickets_P[groups.valid_P].tolist()))]
+
+    def _verify(self, groups: Groups) -> None:
+        mine = groups.tickets_P[groups.valid_P & groups.owned_P].tolist()
+        ids = {t: _ATTEMPT * (self._tickets[t].attempts - 1) + t for t in mine}
+        self._awaited |= {i: t for t, i in ids.items()}
+        submit_for_judgement(groups, self._tasks, self._tokenizer, self._verifiers, ids)
+
+    def collect(self, scores: Iterable[Scores]) -> None:
+        """Takes scores, from the verifiers or from whoever waits for others meanwhile."""
+        for s in scores:
+            ticket = self._awaited.pop(s.ticket, None)
+            if ticket is not None:
+                self._scores[ticket] = s
+
+    def _due(self) -> list[Groups]:
+        """The sets that are judged now, complete with their scores."""
+        if self._in_rounds:
+            if self._sampler.num_in_flight or self._retries:
+                return []
+            num = len(self._handed_over)
+        elif self._config.schedule.clock == "wall":
+            return self._scored()
+        else:
+            last = self.num_polls if not self._sampler.num_in_flight else self.num_polls - 1
+            num = sum(h.poll <= last for h in self._handed_over)
+        due = [self._handed_over.popleft().groups for _ in range(num)]
+        while any(not self._has_scores(groups) for groups in due):
+            self.collect(self._verifiers.wait(1.0))
+        return due
+
+    def _scored(self) -> list[Groups]:
+        """The first sets of which all processes have the scores, whenever that is."""
+        due = []
+        while self._handed_over and not any_process(not self._has_scores(self._handed_over[0].groups)):
+            due.append(self._handed_over.popleft().groups)
+        if not due and self._handed_over and not self._sampler.num_in_flight:
+            self.collect(self._verifiers.wait(0.02))
+        return due
+
+    def _has_scores(self, groups: Groups) -> bool:
+        mine = groups.tickets_P[groups.valid_P & groups.owned_P].tolist()
+        return all(t in self._scores for t in mine)
+
+    # ---- Time ----
+
+    def _read_clock(self) -> None:
+        """The first process's time, where anything depends on it."""
+        if self._deadline_secs or self._config.rollout_failure.retry_backoff_secs:
+            self._now = common_number(int((time.monotonic() - self._epoch) * 100)) / 100
+
+    def _watch_clock(self) -> Events:
+        """Dispatches retries that are due, and gives up groups that are past their deadline."""
+        if self._retries or (self._deadline_secs and self._tickets):
+            self._read_clock()
+        due = [t for when, t in self._retries if when <= self._now]
+        if due:
+            self._retries = [r for r in self._retries if r[0] > self._now]
+            self.dispatch(due)
+        if not self._deadline_secs:
+            return []
+        late = sorted(t for t, since in self._since.items() if self._now - since > self._deadline_secs)
+        if not late:
+            return []
+        why = (
+            f"{len(late)} groups were not judged within rollout_failure.group_deadline_secs = {self._deadline_secs:g}, "
+            f"the first one of task {self._tasks[late[0]].task_id}"
+        )
+        self.cancel(late)
+        return [AttemptsFailed(tuple(late), why)]
+
+    # ---- Judgement ----
+
+    def _judge_all(self, due: Sequence[Groups]) -> Events:
+        """Gathers, judges, stores what is kept, and tells the controller in ticket order."""
+        if self._in_rounds and not due and (self._handed_over or len(self._too_long) < len(self._tickets)):
+            return []
+        judged = [self._judge_groups(groups) for groups in due]
+        self._judged += judged
+        judgements = [*itertools.chain.from_iterable(j.judgements() for j in judged)]
+        judgements += [Judgement(t.ticket, Verdict.FILTERED, "too_long") for t in self._too_long]
+        self._skipped += self._too_long
+        self._too_long = []
+        for j in judgements:
+            for known in (self._tickets, self._tasks, self._since, self._scores):
+                known.pop(j.ticket, None)
+        return [GroupsJudged(tuple(sorted(judgements)))] if judgements else []
+
+    def _judge_groups(self, groups: Groups) -> JudgedGroups:
+        config, valid_P = self._config, groups.valid_P
+        own = records_of(groups, self._scores, config.dynamic_sampling.metric, config.loss.rewards)
+        r = self._gather_filtered(own, groups)
+        live_PG, trainable_PG, rewards = r.live & valid_P[:, None], r.length > 0, r.rewards
+        if config.loss.overlong == "mask":
+            trainable_PG &= r.finish != Finish.LENGTH
+        shaped = shaped_rewards(rewards, r.length, **config.overlong_kwargs)
+        judged = self._judge(r.metric, shaped, live_PG, trainable_PG, r.host_keep[:, 0] > 0)
+        keep_P = (judged.verdict_P == Verdict.KEPT) & valid_P
+        if config.dynamic_sampling.on_exhausted == "relax":
+            keep_P |= judged.refused_P & valid_P
+        numbers = groups.tickets_P[valid_P].tolist()
+        tickets, sources = [self._tickets[t] for t in numbers], [self._tasks[t].source for t in numbers]
+        if keep_P.any():
+            records_P = np.zeros(len(valid_P), RECORD)
+            records_P[valid_P] = buffer_records(r.rows(valid_P), tickets)
+            self._buffer.put(groups, rewards, live_PG, keep_P, records_P)
+        return JudgedGroups(tickets, sources, judged.rows(valid_P), r.rows(valid_P))
+
+    def _gather_filtered(self, own: Records, groups: Groups) -> Records:
+        """The records of all processes, with the host filter's verdicts; one that raises ends every process (law 4)."""
+        error, keep_P = None, np.full(len(groups.valid_P), _FILTER_FAILED, np.int32)
+        try:
+            keep_P = self._judge.host_mask(own.metric, own.rewards, own.live, groups.valid_P & groups.owned_P)
+        except Exception as raised:  # a user's code: the others must hear of it before this one goes
+            error = raised
+        r = gather(own._replace(host_keep=keep_P[:, None].astype(np.int32)), groups.owned_P)
+        if error is not None:
+            raise error
+        if (r.host_keep == _FILTER_FAILED).any():
+            raise RuntimeError(f"filter {self._judge.filter.name!r} failed on another process; its log says how")
+        return r
+
+    # ---- Checkpoints ----
+
+    @property
+    def arrays(self) -> list[Payload]:
+        """Payloads that are with the verifiers."""
+        return [h.groups.payload for h in self._handed_over]
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; `arrays` are apart."""
+        return {
+            "tickets": [list(t) for t in self._tickets.values()],
+            "age": {str(t): self._now - since for t, since in self._since.items()},
+            "retries": [[when - self._now, t.ticket] for when, t in self._retries],
+            "handed_over": [
+                [h.poll, h.groups.tickets_P.tolist(), h.groups.valid_P.tolist(), h.groups.owned_P.tolist()]
+                for h in self._handed_over
+            ],
+            "too_long": [t.ticket for t in self._too_long],
+            "num_polls": self.num_polls,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], arrays: Sequence[Payload]) -> None:
+        """The inverse. What was with the verifiers goes there again."""
+        self._read_clock()
+        self._tickets = {t[0]: Ticket(*t) for t in state["tickets"]}
+        tasks = self._store.get([t.task_id for t in self._tickets.values()])
+        self._tasks = dict(zip(self._tickets, tasks, strict=True))
+        self._since = {int(t): self._now - age for t, age in state["age"].items()}
+        self._retries = [(self._now + left, self._tickets[t]) for left, t in state["retries"]]
+        self._too_long = [self._tickets[t] for t in state["too_long"]]
+        self.num_polls = state["num_polls"]
+        for (poll, *masks), payload in zip(state["handed_over"], arrays, strict=True):
+            host = [local_rows(getattr(payload, name)) for name in ("tokens_PGT", "length_PG", "finish_PG")]
+            groups = Groups(payload, *(np.array(m) for m in masks), *host)
+            self._handed_over.append(HandedOver(groups, poll))
+            self._verify(groups)

@@ -41,6 +41,7 @@ class Bookkeeper:
         self._device_metrics: Mapping[str, jax.Array] = {}
         self.generated_tokens = 0
         self.nonfinite_updates = 0  # skipped, run total, as far as metrics were fetched
+        self.sampler_counters: dict[str, int] = {}  # what they were when the last row was made
         document = self._restored = self._restore()
         self.resumed = document is not None
         self.grown = document is not None and document["config"]["num_steps"] != parts.config.num_steps
@@ -115,7 +116,11 @@ class Bookkeeper:
         }
         arrays: dict[str, Any] = {"arrays": {"state": p.state, "buffer": p.buffer.arrays}}
         if p.config.checkpoint.in_flight == "state" and not p.producer.idle:
-            document["in_flight"] = {"sampler": p.sampler.state_dict(), "producer": p.producer.state_dict()}
+            document["in_flight"] = {
+                "sampler": p.sampler.state_dict(),
+                "producer": p.producer.state_dict(),
+                "counters": self.sampler_counters,
+            }
             arrays["in_flight"] = {"sampler": p.sampler.arrays, "handed_over": p.producer.arrays}
         self._checkpointer.save(self._controller.step, document, **arrays)
 
@@ -163,6 +168,7 @@ class Bookkeeper:
         arrays = self._checkpointer.restore_arrays(step, {"sampler": like, "handed_over": handed_over}, "in_flight")
         p.sampler.load_state_dict(state["sampler"], arrays["sampler"])
         p.producer.load_state_dict(state["producer"], arrays["handed_over"])
+        self.sampler_counters = dict(state["counters"])
         return True
 
     def close(self) -> None:

@@ -17,14 +17,15 @@ from dynrl.types import Groups, Purpose, Request, Sampler, SamplingParams, Score
 def evaluate(
     config: RunConfig, tasks: FrozenTasks, sampler: Sampler, verifiers: Verifiers, tokenizer: Tokenizer,
     other_groups: Callable[[Groups], None], other_scores: Callable[[Sequence[Scores]], None],
-) -> Row:  # fmt: skip
+) -> tuple[Row, int]:  # fmt: skip
     """Samples every task once with the sampler's present weights and scores it.
 
     A completion passes with a score of `evaluation.pass_score`; partial credit shows in the mean. A dead one fails.
     Training may be under way in sampler and verifiers: what ends meanwhile goes to `other_groups` and `other_scores`.
 
     Returns:
-      eval/main/pass_at_1, eval/main/reward, and pass_at_1 by level, and by source where there are several.
+      eval/main/pass_at_1, eval/main/reward, and pass_at_1 by level, and by source where there are several; and the
+      number of completion tokens.
     """
     all_tasks = tasks.get(range(len(tasks)))
     sources = {task.source for task in all_tasks}
@@ -66,10 +67,11 @@ def evaluate(
         collect(verifiers.poll())
     while len(scores) < mine:
         collect(verifiers.wait(1.0))
-    sums = Sums()
+    sums, tokens = Sums(), 0
     for groups in handed_over:
         records = gather(records_of(groups, scores, "score"), groups.owned_P)
         for i in np.flatnonzero(groups.valid_P):
+            tokens += int(records.length[i, 0])
             score = float(records.score[i, 0]) if records.live[i, 0] else 0.0
             task = by_ticket[int(groups.tickets_P[i])]
             passed = score >= c.pass_score - 1e-6  # scores are float32
@@ -78,4 +80,4 @@ def evaluate(
             sums.add(f"eval/main/level/{task.level}", passed, 1)
             if len(sources) > 1:
                 sums.add(f"eval/main/source/{task.source}", passed, 1)
-    return dict(sorted(sums.row().items()))
+    return dict(sorted(sums.row().items())), tokens

@@ -113,7 +113,6 @@ class Loop:
         self._training_since: float | None = None
         self._start()
         self._step_begin = time.perf_counter()
-        self._counters = parts.sampler.counters
 
     def _start(self) -> None:
         """Warm start (of a new run), compilation, and the first evaluation."""
@@ -135,6 +134,7 @@ class Loop:
         self._resumed_in_flight = self.books.restore_in_flight()
         if not self._resumed_in_flight:
             parts.publish(self.controller.version)
+            self.books.sampler_counters = parts.sampler.counters
         if not self.books.resumed:
             self.books.add_row({"run/step": 0, "run/version": 0, **self._evaluate()})
         parts.compiles.start()
@@ -280,8 +280,9 @@ class Loop:
 
     def _sampler_row(self) -> Row:
         """What the sampler did for the step."""
-        before, self._counters = self._counters, self.parts.sampler.counters
-        tokens, slot_steps = (self._counters[k] - before[k] for k in ("tokens", "slot_steps"))
+        before, now = self.books.sampler_counters, self.parts.sampler.counters
+        tokens, slot_steps = (now[k] - before[k] for k in ("tokens", "slot_steps"))
+        self.books.sampler_counters = now
         self.books.generated_tokens += tokens
         secs = self.parts.producer.secs["sampler"]
         return {
@@ -294,11 +295,14 @@ class Loop:
     def _evaluate(self) -> Row:
         """Frozen tasks -> sampler -> reward."""
         parts, begin = self.parts, time.perf_counter()
-        row = evaluate(
+        before = parts.sampler.counters
+        row, tokens = evaluate(
             self.config, parts.eval_tasks, parts.sampler, parts.verifiers, parts.tokenizer,
             lambda groups: self._advance(*parts.producer.receive(groups)), parts.producer.collect,
         )  # fmt: skip
-        self._counters = parts.sampler.counters  # evaluation's tokens are not the step's
+        made = {k: v - before[k] for k, v in parts.sampler.counters.items()}
+        self.books.sampler_counters["tokens"] += tokens  # what evaluation took is not the step's
+        self.books.sampler_counters["slot_steps"] += made["slot_steps"] * tokens // max(made["tokens"], 1)
         spent = time.perf_counter() - begin
         self._step_begin = getattr(self, "_step_begin", begin) + spent  # evaluation is not part of the step
         return {**row, "time/evaluation_secs": spent}
@@ -324,6 +328,7 @@ class Loop:
         """The last evaluation and checkpoint; a failed run keeps its last checkpoint and raises."""
         self._await_weights()
         if failed:
+            self.parts.producer.cancel_all()
             self.books.flush()
             statuses = ", ".join(f"{n} {status}" for status, n in self.parts.statistics.statuses().items())
             notes = [f"rollouts by status: {statuses or '-'}"]
@@ -336,6 +341,7 @@ class Loop:
             self.books.amend(self._evaluate())
         self.books.save()
         self.books.flush()
+        self.parts.producer.cancel_all()
         return reason
 
     def result(self, reason: str) -> RunResult:

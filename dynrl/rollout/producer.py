@@ -164,6 +164,10 @@ class Producer:
                     handed.groups, tickets_P=tickets_P, valid_P=handed.groups.valid_P & ~rows_P
                 )
 
+    def cancel_all(self) -> None:
+        """The run is over."""
+        self.cancel(list(self._tickets))
+
     # ---- What happens ----
 
     def poll(self) -> Events:

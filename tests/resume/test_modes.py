@@ -1,0 +1,91 @@
+"""Killed at a checkpoint and restarted, a streaming or asynchronous run is the run that was not (law 7)."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from run_helpers import quick_build, reproducible
+
+import dynrl
+
+NUM_STEPS = 7
+MODES = {
+    "in_order": {"name": "in_order", "max_lookahead_versions": 1},
+    "ready_first": {"name": "ready_first", "max_staleness_versions": 2},
+    "weight_fifo async": {"name": "weight_fifo", "max_staleness_versions": 2, "mode": "async", "chunks_per_update": 2},
+    "windowed async": {"name": "windowed", "max_staleness_versions": 1, "mode": "async", "chunks_per_update": 3},
+    "in_order async": {"name": "in_order", "max_lookahead_versions": 1, "mode": "async", "chunks_per_update": 2},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiles():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def run(config, workdir):
+    return dynrl.run(config, str(workdir), (), quick_build)
+
+
+def rows_of(workdir):
+    return [reproducible(json.loads(line)) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def in_flight_at(workdir, step):
+    (path,) = (workdir / "checkpoints" / str(step) / "document").glob("*metadata*")
+    return json.loads(path.read_text())["in_flight"]
+
+
+@pytest.fixture
+def config_of(tiny_config):
+    def make(schedule, **overrides):
+        chosen = {
+            "num_steps": NUM_STEPS, "model__num_layers": 1, "warm_start__num_steps": 0, "tensorboard": False,
+            "reward__verifier": "user_code:rare", "checkpoint__every_steps": 2, "checkpoint__max_to_keep": 20,
+            "evaluation__every_steps": 3, "dynamic_sampling__oversample": 1.5, "train__learning_rate": 0.003,
+        }  # fmt: skip
+        schedule = {f"schedule__{key}": value for key, value in schedule.items()}
+        return tiny_config(**{**chosen, **schedule, **overrides})
+
+    return make
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_from_any_checkpoint_the_run_goes_on_bitwise(config_of, tmp_path, mode):
+    config = config_of(MODES[mode])
+    whole = run(config, tmp_path / "whole")
+    rows = rows_of(tmp_path / "whole")
+    assert [r["run/step"] for r in rows] == list(range(NUM_STEPS + 1))
+    assert all(r["run/recompiles"] == 0 for r in rows[1:])
+    assert all(r["train_batch/zero_advantage_groups_frac"] == 0 for r in rows[1:])
+    under_way = []
+    for step in (2, 4, 6):
+        target = tmp_path / f"from_{step}"
+        shutil.copytree(tmp_path / "whole" / "checkpoints" / str(step), target / "checkpoints" / str(step))
+        shutil.copy(tmp_path / "whole" / "metrics.jsonl", target)
+        saved = in_flight_at(target, step)
+        under_way.append(saved is not None and bool(saved["producer"]["tickets"]))
+        again = run(config, target)
+        for got, want in zip(rows_of(target), rows, strict=True):
+            assert got == want
+        jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
+    assert any(under_way)
+
+
+@pytest.mark.parametrize("mode", ["in_order", "windowed async"])
+def test_resubmitted_work_is_conserved(config_of, tmp_path, mode):
+    config = config_of(MODES[mode], checkpoint__in_flight="resubmit")
+    run(config, tmp_path / "whole")
+    target = tmp_path / "again"
+    shutil.copytree(tmp_path / "whole" / "checkpoints" / "4", target / "checkpoints" / "4")
+    shutil.copy(tmp_path / "whole" / "metrics.jsonl", target)
+    assert in_flight_at(target, 4) is None
+    run(config, target)
+    rows = rows_of(target)
+    assert rows[:5] == rows_of(tmp_path / "whole")[:5]
+    assert [r["run/step"] for r in rows] == list(range(NUM_STEPS + 1))
+    assert rows[-1]["ledger/trained"] == NUM_STEPS * 8

@@ -31,6 +31,7 @@ from dynrl.tasks.verifiers import Verifiers
 from dynrl.training.state import TrainState, abstract_state, init_state, make_optimizer, state_shardings, with_params
 from dynrl.training.step import jit_train_step
 from dynrl.training.warm_start import cache_key, cached_warm_start, warm_start
+from dynrl.validation import ignored_keys
 
 
 @dataclass
@@ -121,9 +122,19 @@ def check_algorithm(config: RunConfig) -> list[str]:
         raise ConfigError(
             f"config.loss.estimator_kwargs: weights = {weights} are {len(weights)}, loss.rewards names {len(c.rewards)}"
         )
-    warnings = []
+    warnings = ignored_keys(config, RunConfig())
     versions = config.versions_per_step
-    if ds.surplus == "carry" and ds.max_surplus_age_versions < versions:
+    if config.schedule.name == "windowed":
+        warnings.append(
+            "schedule.name = 'windowed' drops groups that take longer than schedule.max_staleness_versions = "
+            f"{config.schedule.max_staleness_versions} updates, which favours short answers; in_order, ready_first and "
+            "weight_fifo wait for them"
+        )
+    if (
+        config.schedule.name in ("rounds", "in_order")
+        and ds.surplus == "carry"
+        and ds.max_surplus_age_versions < versions
+    ):
         warnings.append(
             f"dynamic_sampling.max_surplus_age_versions = {ds.max_surplus_age_versions} makes every carried group too "
             f"old: a step is train.num_epochs * train.num_minibatches = {versions} versions"
@@ -144,11 +155,16 @@ def check_algorithm(config: RunConfig) -> list[str]:
 
 def make_buffer(config: RunConfig, mesh: Mesh) -> GroupBuffer:
     """A buffer for all groups that may be ready at once: as many as may be open, and those held to relax the filter."""
-    b = config.num_prompts_per_step
-    held = b if config.dynamic_sampling.on_exhausted == "relax" else 0
+    b, size = config.num_prompts_per_step, config.dynamic_sampling.buffer_groups
+    needed = make_schedule(config).max_open + (b if config.dynamic_sampling.on_exhausted == "relax" else 0)
+    if 0 < size < needed:
+        raise ConfigError(
+            f"config.dynamic_sampling.buffer_groups: {size} is too few for schedule.name = {config.schedule.name!r}, "
+            f"under which {needed} groups may be ready at once; 0 takes as many as that"
+        )
     return GroupBuffer(
         mesh,
-        capacity=make_schedule(config).max_open + held,
+        capacity=size or needed,
         batch_size=b,
         num_samples=config.num_generations_per_prompt,
         max_prompt_tokens=config.tasks.max_prompt_tokens,

@@ -133,6 +133,7 @@ class DynamicSamplingConfig:
     refill: Literal["deficit", "full"] = "deficit"  # later rounds: what is missing, or whole rounds as published
     surplus: Literal["carry", "drop"] = "carry"
     max_surplus_age_versions: NonNegativeInt = 8  # carried groups older than this are dropped as stale
+    buffer_groups: NonNegativeInt = 0  # ready groups that are kept on the devices; 0 = as many as may be ready at once
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,72 @@ def validate(config: "RunConfig") -> None:
         "rollout_failure.min_live_per_group",
         f"exceeds num_generations_per_prompt = {g}",
     )
+    _validate_schedule(config, require)
     require(0 <= config.train.adam_b1 < 1, "train.adam_b1", "must lie in [0, 1)")
     require(0 <= config.train.adam_b2 < 1, "train.adam_b2", "must lie in [0, 1)")
+
+
+def _validate_schedule(config: "RunConfig", require: Callable[[bool, str, str], None]) -> None:
+    """Of the built-in schedules; what one of your own reads, only it knows."""
+    s, ds, updates = config.schedule, config.dynamic_sampling, config.versions_per_step
+    in_rounds, asynchronous = s.name == "rounds", s.mode == "async"
+    reach = "max_lookahead_versions" if s.name == "in_order" else "max_staleness_versions"
+    require(
+        not (in_rounds and asynchronous),
+        "schedule.mode",
+        "generates while a step is trained, which schedule.name = 'rounds' does not: use in_order or another",
+    )
+    require(
+        not asynchronous or getattr(s, reach) >= updates,
+        f"schedule.{reach}",
+        f"leaves nothing to do while a step is trained: schedule.mode = 'async' needs at least the {updates} versions "
+        "of a step",
+    )
+    require(not in_rounds or s.clock == "logical", "schedule.clock", "has no meaning for schedule.name = 'rounds'")
+    require(
+        in_rounds or ds.surplus == "carry",
+        "dynamic_sampling.surplus",
+        "trains on the first groups to finish and discards slower ones, which favours short answers: without rounds, "
+        "surplus is carried",
+    )
+    require(
+        not in_rounds or config.rollout_failure.on_dropped_prompt == "replace",
+        "rollout_failure.on_dropped_prompt",
+        "has no meaning for schedule.name = 'rounds': the next round replaces failed groups; "
+        "dynamic_sampling.on_exhausted = 'short' trains fewer",
+    )
+    require(
+        ds.on_exhausted != "relax" or (ds.enable and ds.filter != "has_signal"),
+        "dynamic_sampling.on_exhausted",
+        "admits groups that the filter refused though they carry signal, and 'has_signal' refuses none of these",
+    )
+    require(ds.max_oversample >= 1, "dynamic_sampling.max_oversample", "must be at least 1")
+
+
+def ignored_keys(config: "RunConfig", default: "RunConfig") -> list[str]:
+    """Warnings of keys that are set, and that the built-in schedule that is chosen does not look at."""
+    s, adaptive = config.schedule, config.dynamic_sampling.oversample == "adaptive"
+    in_rounds, staged = s.name == "rounds", s.name in ("ready_first", "weight_fifo", "windowed")
+    if ":" in s.name:
+        return []
+    meaning = {
+        "schedule.max_lookahead_versions": s.name == "in_order",
+        "schedule.max_staleness_versions": staged,
+        "schedule.sample_freshest_first": s.name == "windowed",
+        "schedule.chunks_per_update": s.mode == "async" and s.clock == "logical",
+        "dynamic_sampling.refill": in_rounds,
+        "dynamic_sampling.max_num_gen_batches": in_rounds,
+        "dynamic_sampling.max_surplus_age_versions": not staged,
+        "dynamic_sampling.max_oversample": adaptive,
+        "dynamic_sampling.fill_probability": adaptive,
+    }
+    where = f"schedule.name = {s.name!r}, schedule.mode = {s.mode!r}, dynamic_sampling.oversample = "
+    where += repr(config.dynamic_sampling.oversample)
+    return [
+        f"{key} = {_get(config, key)!r} has no meaning with {where}"
+        for key, read in meaning.items()
+        if not read and _get(config, key) != _get(default, key)
+    ]
 
 
 def _validate_loss(config: "RunConfig", require: Callable[[bool, str, str], None]) -> None:

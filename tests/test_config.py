@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 from tiny import tiny_mapping
 
 from dynrl.bookkeeping import check_same_config
-from dynrl.build import build, check_algorithm
+from dynrl.build import build, check_algorithm, make_buffer
 from dynrl.build_tasks import make_tasks
 from dynrl.config import ConfigError, RunConfig, changed_keys, from_mapping, known_keys, to_mapping
 
@@ -75,6 +75,30 @@ WRONG = [
     ({"sampler": {"kv_dtype": "int4"}}, r"config\.sampler\.kv_dtype: 'int4' is not one of"),
     ({"evaluation": {"top_p": 0.0}}, r"config\.evaluation\.top_p: 0\.0 must lie above 0"),
     ({"evaluation": {"min_p": 2.0}}, r"config\.evaluation\.min_p: 2\.0 must lie in 0 to 1"),
+    ({"schedule": {"mode": "async"}}, r"config\.schedule\.mode: 'async' generates while a step is trained, which"),
+    (
+        {"schedule": {"mode": "async", "name": "in_order"}},
+        r"config\.schedule\.max_lookahead_versions: 0 leaves nothing to do while .* needs at least the 1 versions",
+    ),
+    (
+        {"schedule": {"mode": "async", "name": "windowed"}, "train": {"num_epochs": 2}},
+        r"config\.schedule\.max_staleness_versions: 1 leaves nothing to do while .* needs at least the 2 versions",
+    ),
+    ({"schedule": {"clock": "wall"}}, r"config\.schedule\.clock: 'wall' has no meaning for schedule\.name = 'rounds'"),
+    (
+        {"schedule": {"name": "ready_first"}, "dynamic_sampling": {"surplus": "drop"}},
+        r"config\.dynamic_sampling\.surplus: 'drop' .* favours short answers",
+    ),
+    ({"rollout_failure": {"on_dropped_prompt": "shrink"}}, r"on_dropped_prompt: 'shrink' has no meaning for schedule"),
+    ({"dynamic_sampling": {"on_exhausted": "relax"}}, r"on_exhausted: 'relax' admits groups .* 'has_signal' refuses"),
+    (
+        {"dynamic_sampling": {"max_oversample": 0.5}},
+        r"dynamic_sampling\.max_oversample: 0\.5 must be at least 1",
+    ),
+    ({"dynamic_sampling": {"oversample": "some"}}, r"dynamic_sampling\.oversample: 'some' is not one of 'none', 'adap"),
+    ({"dynamic_sampling": {"oversample": float("inf")}}, r"dynamic_sampling\.oversample: inf must be at least 1"),
+    ({"dynamic_sampling": {"oversample": None}}, r"dynamic_sampling\.oversample: expected float, got NoneType None"),
+    ({"rollout_failure": {"max_infra_attempts_per_prompt": 0}}, r"max_infra_attempts_per_prompt: 0 must be positive"),
     ({"sampler": {"top_p": 0.9}}, r"config\.sampler\.top_p: there is no such key"),  # training recomputes it all
 ]
 
@@ -155,6 +179,50 @@ WRONG_PARTS = [
         r"sampler\.num_slots: .* MiB do not fit into the .* MiB of a device: training .* MiB, sampler .* MiB",
     ),
 ]
+
+
+# What a message advises clears it.
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"schedule": {"mode": "async", "name": "in_order", "max_lookahead_versions": 1}},
+        {"schedule": {"mode": "async", "name": "windowed", "max_staleness_versions": 2}, "train": {"num_epochs": 2}},
+        {"schedule": {"name": "ready_first"}, "dynamic_sampling": {"surplus": "carry"}},
+        {"dynamic_sampling": {"on_exhausted": "short"}},
+        {"dynamic_sampling": {"on_exhausted": "relax", "filter": "min_std", "filter_kwargs": {"threshold": 0.3}}},
+        {"dynamic_sampling": {"oversample": "adaptive"}},
+    ],
+)
+def test_right_configurations_pass(mapping):
+    from_mapping(mapping)
+
+
+def test_keys_that_the_schedule_does_not_look_at_are_warned_of():
+    ignored = {
+        "schedule__max_lookahead_versions": 2, "schedule__sample_freshest_first": False,
+        "dynamic_sampling__max_oversample": 2.0,
+    }  # fmt: skip
+    warnings = check_algorithm(from_mapping(tiny_mapping(**ignored)))
+    assert [w.split(" ")[0] for w in warnings] == [
+        "schedule.max_lookahead_versions", "schedule.sample_freshest_first", "dynamic_sampling.max_oversample",
+    ]  # fmt: skip
+    used = {"schedule__name": "in_order", "dynamic_sampling__oversample": "adaptive"}
+    warnings = check_algorithm(from_mapping(tiny_mapping(**ignored, **used)))
+    assert [w.split(" ")[0] for w in warnings] == ["schedule.sample_freshest_first"]
+    windowed = tiny_mapping(schedule__name="windowed", schedule__max_staleness_versions=2)
+    (warning,) = check_algorithm(from_mapping(windowed))
+    assert "schedule.max_staleness_versions = 2 updates, which favours short answers" in warning
+    assert check_algorithm(from_mapping(tiny_mapping())) == []
+
+
+def test_a_buffer_that_is_too_small_says_how_many_it_needs(mesh1):
+    mapping = {"schedule__name": "in_order", "schedule__max_lookahead_versions": 2, "dynamic_sampling__oversample": 1.5}
+    small = from_mapping(tiny_mapping(**mapping, dynamic_sampling__buffer_groups=20))
+    with pytest.raises(ConfigError, match=r"buffer_groups: 20 is too few for schedule\.name = 'in_order'") as error:
+        make_buffer(small, mesh1)
+    needed = int(str(error.value).split("under which ")[1].split()[0])
+    enough = from_mapping(tiny_mapping(**mapping, dynamic_sampling__buffer_groups=needed))
+    assert make_buffer(enough, mesh1).capacity == needed
 
 
 @pytest.mark.parametrize(("overrides", "message"), WRONG_PARTS)

@@ -50,6 +50,7 @@ ALLOWED = {
         "training",
         "compile_counter",
         "config",
+        "validation",
         "types",
     },
     "bookkeeping": {"build", "rollout", "training", "metrics", "progress", "config"},

@@ -40,6 +40,7 @@ class Parts:
 
     config: RunConfig
     mesh: Mesh
+    sampler_mesh: Mesh  # the same, unless devices are set apart for it
     source: TaskSource
     store: TaskStore
     eval_tasks: FrozenTasks
@@ -61,7 +62,10 @@ class Parts:
 
     def publish(self, version: int) -> None:
         """Gives the sampler the present weights."""
-        self.sampler.update_weights(self.state.params, version)
+        params = self.state.params
+        if self.sampler_mesh is not self.mesh:
+            params = jax.device_put(params, sharding.param_shardings(params, self.sampler_mesh))
+        self.sampler.update_weights(params, version)
 
     def close(self) -> None:
         """Ends the verifier workers."""
@@ -194,7 +198,7 @@ def build(config: RunConfig) -> Parts:
     setup_compile_cache(config)
     compiles = CompileCounter()
     warnings = check_algorithm(config)
-    mesh = sharding.make_mesh(config.mesh)
+    mesh, sampler_mesh = sharding.split_meshes(config.mesh, config.schedule.sampler_devices)
     tasks = make_tasks(config)
     tokenizer, g = tasks.tokenizer, config.num_generations_per_prompt
     min_live = config.rollout_failure.min_live_per_group or g
@@ -214,11 +218,13 @@ def build(config: RunConfig) -> Parts:
     shardings = state_shardings(config.model, tokenizer.vocab_size, optimizer, mesh, reference)
     train_step = jit_train_step(config, optimizer, mesh, shardings)
     shapes = abstract_state(config.model, tokenizer.vocab_size, optimizer, reference)
-    sampler = make_sampler(config, mesh, tokenizer, shapes, shardings)
+    sampler = make_sampler(config, sampler_mesh, tokenizer, shapes, shardings, alone=sampler_mesh is not mesh)
+    _check_rows(config, sampler, mesh)
     verifiers = make_verifiers(config, tasks.verifiers)  # last of what can fail: it starts processes
     return Parts(
         config=config,
         mesh=mesh,
+        sampler_mesh=sampler_mesh,
         source=tasks.source,
         store=tasks.store,
         eval_tasks=tasks.frozen,
@@ -240,6 +246,16 @@ def build(config: RunConfig) -> Parts:
         warnings=warnings,
         padding_frac=tasks.padding_frac,
     )
+
+
+def _check_rows(config: RunConfig, sampler: SlotEngine, mesh: Mesh) -> None:
+    """Groups that were sampled elsewhere are split over the training devices."""
+    p, shards = sampler.groups_per_poll(config.num_generations_per_prompt), sharding.num_row_shards(mesh)
+    if p % shards:
+        raise ConfigError(
+            f"config.sampler.num_slots: {config.sampler.num_slots} hand over {p} groups at a time, which the {shards} "
+            f"row shards of the training devices do not divide: {shards} times as many slots would do"
+        )
 
 
 WARM_START_SEED_OFFSET = 10_000_000  # warm-start tasks are drawn apart from the training tasks
@@ -270,7 +286,7 @@ def run_warm_start(parts: Parts, log: Any) -> bool:
 def warm_up(parts: Parts) -> None:
     """Compiles every program of the run by running it on nothing: no rows, no groups, no update."""
     g, num_rewards = parts.config.num_generations_per_prompt, len(parts.config.loss.rewards)
-    parts.sampler.update_weights(parts.state.params, 0)
+    parts.publish(0)
     parts.sampler.warm_up()
     batch = parts.buffer.warm_up(parts.sampler.filler(g))
     p = parts.sampler.groups_per_poll(g)

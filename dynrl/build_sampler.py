@@ -24,9 +24,21 @@ def _bytes_per_device(shapes: Any, shardings: Any) -> int:
 
 
 def make_sampler(
-    config: RunConfig, mesh: Mesh, tokenizer: Tokenizer, shapes: TrainState, shardings: TrainState
+    config: RunConfig, mesh: Mesh, tokenizer: Tokenizer, shapes: TrainState, shardings: TrainState, alone: bool = False
 ) -> SlotEngine:
-    """The slot engine, for training and evaluation. Raises ConfigError for one that does not fit beside training."""
+    """The slot engine, for training and evaluation.
+
+    Args:
+      config: the run's.
+      mesh: to sample on.
+      tokenizer: of prompts and completions.
+      shapes: of the train state.
+      shardings: of the train state.
+      alone: whether training has devices of its own.
+
+    Raises:
+      ConfigError: for an engine that does not fit beside training.
+    """
     params = _bytes_per_device(shapes.params, shardings.params)
     train_bytes = _bytes_per_device(shapes, shardings) + params  # and gradients
     weight_bytes = 2 * params * jnp.dtype(config.model.dtype).itemsize // 4  # the old ones stay while new ones come
@@ -47,7 +59,7 @@ def make_sampler(
         slots = named("sampler.memory_budget_mb", slots_for_budget, shape, c.memory_budget_mb << 20, shards)
         options = dataclasses.replace(options, num_slots=slots)
     takes = {
-        "training": train_bytes,
+        "training": 0 if alone else train_bytes,
         "sampler's weights": weight_bytes,
         "sampler": shape.engine_bytes(options.num_slots) // shards,
     }

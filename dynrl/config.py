@@ -147,6 +147,8 @@ class RolloutFailureConfig:
     on_dropped_prompt: Literal["replace", "shrink"] = "replace"
     min_step_batch_fraction: Fraction = 0.5  # "shrink": groups that a step must have, as a share of B
     group_deadline_secs: NonNegativeFloat = 0.0  # between a group's dispatch and its verdict; 0 = none
+    stall_secs: NonNegativeFloat = 1800.0  # without a group or step done; 0 = never mind
+    on_stall: Literal["report", "stop"] = "report"
     min_live_per_group: NonNegativeInt = 0  # fewer live rollouts fail the group; 0 = num_generations_per_prompt
     max_skipped_prompts: NonNegativeInt = 1000  # failed groups in a run
     max_consecutive_dropped_prompts: NonNegativeInt = 128  # failed groups in a row
@@ -161,6 +163,7 @@ class ScheduleConfig:
     mode: Literal["streaming", "async"] = "streaming"  # "async": groups are generated while a step is trained
     clock: Literal["logical", "wall"] = "logical"  # when verdicts, and new weights under async, are taken: see README
     chunks_per_update: PositiveInt = 4  # async on a logical clock: sampler polls while a step is trained
+    sampler_devices: NonNegativeInt = 0  # async: the last ones only sample, the others only train; 0 = all do both
     max_lookahead_versions: NonNegativeInt = 0  # in_order: how far ahead of the weights a group's step may be
     max_staleness_versions: NonNegativeInt = 1  # the others: updates between a group's dispatch and its step
     sample_freshest_first: bool = True  # windowed

@@ -2,13 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from dynrl.config import RunConfig
 from dynrl.metrics import Row, Sums
 from dynrl.models.tokenizer import Tokenizer
-from dynrl.rollout.records import gather, records_of, submit_for_judgement
+from dynrl.rollout.records import empty_records, gather, records_of, submit_for_judgement
 from dynrl.tasks.store import FrozenTasks
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import Groups, Purpose, Request, Sampler, SamplingParams, Scores
@@ -17,11 +19,13 @@ from dynrl.types import Groups, Purpose, Request, Sampler, SamplingParams, Score
 def evaluate(
     config: RunConfig, tasks: FrozenTasks, sampler: Sampler, verifiers: Verifiers, tokenizer: Tokenizer,
     other_groups: Callable[[Groups], None], other_scores: Callable[[Sequence[Scores]], None],
+    progress: Callable[[], None] = lambda: None,
 ) -> tuple[Row, int]:  # fmt: skip
     """Samples every task once with the sampler's present weights and scores it.
 
     A completion passes with a score of `evaluation.pass_score`; partial credit shows in the mean. A dead one fails.
     Training may be under way in sampler and verifiers: what ends meanwhile goes to `other_groups` and `other_scores`.
+    `progress` is called as groups come.
 
     Returns:
       eval/main/pass_at_1, eval/main/reward, and pass_at_1 by level, and by source where there are several; and the
@@ -47,8 +51,16 @@ def evaluate(
     handed_over: list[Groups] = []
     scores: dict[int, Scores] = {}
     ids = {t: t for t in by_ticket}
+    problem: Exception | None = None  # of this process
 
-    def collect(found: Sequence[Scores]) -> None:
+    def verify(call: Callable[[], Any]) -> None:
+        """Raised where all processes hear of it."""
+        nonlocal problem
+        try:
+            found = call() or ()
+        except Exception as raised:
+            problem = problem or raised
+            return
         scores.update((s.ticket, s) for s in found if s.ticket < 0)
         other_scores([s for s in found if s.ticket >= 0])
 
@@ -61,15 +73,17 @@ def evaluate(
             left -= int(ours_P.sum())
             mine += int((ours_P & groups.owned_P).sum())
             handed_over.append(ours)
-            submit_for_judgement(ours, by_ticket, tokenizer, verifiers, ids)
+            verify(partial(submit_for_judgement, ours, by_ticket, tokenizer, verifiers, ids))
+            progress()
             if (groups.valid_P & ~ours_P).any():
                 other_groups(dataclasses.replace(groups, valid_P=groups.valid_P & ~ours_P))
-        collect(verifiers.poll())
-    while len(scores) < mine:
-        collect(verifiers.wait(1.0))
+        verify(verifiers.poll)
+    while problem is None and len(scores) < mine:
+        verify(partial(verifiers.wait, 1.0))
     sums, tokens = Sums(), 0
     for groups in handed_over:
-        records = gather(records_of(groups, scores, "score"), groups.owned_P)
+        own = records_of(groups, scores, "score") if problem is None else empty_records(groups)
+        records = gather(own, groups.owned_P, problem)
         for i in np.flatnonzero(groups.valid_P):
             tokens += int(records.length[i, 0])
             score = float(records.score[i, 0]) if records.live[i, 0] else 0.0

@@ -21,6 +21,7 @@ from dynrl.build import Parts, build, describe, run_warm_start, warm_up
 from dynrl.config import RunConfig, from_mapping
 from dynrl.evaluation import evaluate
 from dynrl.interrupt import Interrupt
+from dynrl.journal import Journal
 from dynrl.metrics import JsonlWriter, MetricWriter, Row
 from dynrl.models.sharding import any_process
 from dynrl.results import RunError, RunResult, summarise
@@ -45,6 +46,7 @@ from dynrl.rollout.events import (
 from dynrl.rollout.ledger import Phase
 from dynrl.tasks.verifiers import VerifierPoolError
 from dynrl.types import Outcome, Verdict
+from dynrl.watchdog import Watchdog
 from dynrl.workdir import WorkdirError, open_workdir
 
 
@@ -71,7 +73,7 @@ def run(
         open_workdir(workdir, jax.process_index() == 0) as path,
     ):
         loop = Loop(parts, path, callbacks, interrupt)
-        with closing(loop.books):
+        with closing(loop.books), loop.watchdog:
             reason = loop.train()
             interrupt.restore()
             return loop.result(reason)
@@ -106,6 +108,9 @@ class Loop:
         self.parts, self.config = parts, parts.config
         self.controller = initial_state(parts.config)
         self.books = Bookkeeper(parts, self.controller, workdir, callbacks)
+        budget = self.config.rollout_failure
+        self.watchdog = Watchdog(budget.stall_secs, budget.on_stall == "stop", self.books.progress.say)
+        parts.producer.journal = Journal(workdir, jax.process_index())
         self._interrupt = interrupt  # of this process
         self._stopping = False  # any process, as all of them know
         self._queue: deque[Command] = deque()  # what the controller has commanded
@@ -212,6 +217,10 @@ class Loop:
         if not self.controller.overlaps:
             self._await_weights()
         events = self.parts.producer.poll()
+        if events:
+            self._progress()
+        elif self.watchdog.ends and any_process(bool(self.watchdog.stalled)):
+            raise RunError(f"{self.watchdog.stalled or 'another process made no progress'}; on_stall = 'stop'")
         outcomes: list[Outcome] = []
         for judged in self.parts.producer.take_judged():
             self.parts.statistics.judged(judged)
@@ -222,6 +231,11 @@ class Loop:
         for outcome in outcomes:
             self.parts.selector.observe(outcome)
         self._advance(*events)
+
+    def _progress(self) -> None:
+        """Something happened, as the watchdog will remember it."""
+        levels = {p.value: self.controller.ledger.level(p) for p in Phase}
+        self.watchdog.progress(f"step {self.controller.step}, groups {levels}")
 
     def _begin_step(self, tickets: tuple[int, ...]) -> "Training":
         """Buffer -> batch -> train step."""
@@ -246,6 +260,7 @@ class Loop:
     def _finish_step(self, training: "Training") -> None:
         """Weights to the sampler -> row, evaluation, checkpoint."""
         self._training = None
+        self._progress()
         parts, step = self.parts, self.controller.step
         version = (step + 1) * self.config.versions_per_step
         parts.publish(version)
@@ -298,7 +313,7 @@ class Loop:
         before = parts.sampler.counters
         row, tokens = evaluate(
             self.config, parts.eval_tasks, parts.sampler, parts.verifiers, parts.tokenizer,
-            lambda groups: self._advance(*parts.producer.receive(groups)), parts.producer.collect,
+            lambda groups: self._advance(*parts.producer.receive(groups)), parts.producer.collect, self._progress,
         )  # fmt: skip
         made = {k: v - before[k] for k, v in parts.sampler.counters.items()}
         self.books.sampler_counters["tokens"] += tokens  # what evaluation took is not the step's

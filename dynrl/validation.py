@@ -118,6 +118,11 @@ def _validate_schedule(config: "RunConfig", require: Callable[[bool, str, str], 
         f"leaves nothing to do while a step is trained: schedule.mode = 'async' needs at least the {updates} versions "
         "of a step",
     )
+    require(
+        not s.sampler_devices or asynchronous,
+        "schedule.sampler_devices",
+        "has no meaning for schedule.mode = 'streaming', where the same devices train and sample",
+    )
     require(not in_rounds or s.clock == "logical", "schedule.clock", "has no meaning for schedule.name = 'rounds'")
     require(
         in_rounds or ds.surplus == "carry",

@@ -47,6 +47,27 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     return jax.make_mesh(shape, ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3, devices=devices)
 
 
+def split_meshes(config: MeshConfig, sampler_devices: int) -> tuple[Mesh, Mesh]:
+    """Meshes to train and to sample on: the same one, or the last `sampler_devices` devices apart for sampling.
+
+    Raises:
+      ConfigError: when a mesh does not fit its devices, or the devices are those of several processes.
+    """
+    if not sampler_devices:
+        mesh = make_mesh(config)
+        return mesh, mesh
+    devices = jax.devices()
+    if jax.process_count() > 1 or sampler_devices >= len(devices):
+        raise ConfigError(
+            f"config.schedule.sampler_devices: {sampler_devices} of {len(devices)} devices of {jax.process_count()} "
+            "processes: devices can be set apart within one process, and must leave one to train on"
+        )
+    tensor = config.tensor if sampler_devices % config.tensor == 0 else 1
+    return make_mesh(config, devices[:-sampler_devices]), make_mesh(
+        MeshConfig(tensor=tensor), devices[-sampler_devices:]
+    )
+
+
 def num_row_shards(mesh: Mesh) -> int:
     """Over how many shards groups and rollouts are split."""
     return mesh.shape["data"] * mesh.shape["fsdp"]

@@ -6,6 +6,7 @@ own is full, and only `take` moves rows, to balance the batch: by a reduce-scatt
 buffer never crosses a link. Integer and float rows alike move as bits: what was judged is what is trained.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -177,6 +178,8 @@ class GroupBuffer:
         Raises:
           ValueError: when they do not fit, or a ticket is stored already; nothing is stored then.
         """
+        if groups.payload.length_PG.sharding.device_set != self._rows.device_set:  # sampled on devices of its own
+            groups = dataclasses.replace(groups, payload=jax.device_put(groups.payload, self._rows))
         kept = np.flatnonzero(keep_P)
         if len(kept) > self.capacity - len(self._slots):
             free = self.capacity - len(self._slots)
@@ -244,13 +247,13 @@ class GroupBuffer:
 
     def warm_up(self, groups: Groups) -> TrainBatch:
         """Compiles everything: stores nothing of `groups`, and returns a batch of filler rows."""
-        p = len(groups.tickets_P)
+        p, payload = len(groups.tickets_P), jax.device_put(groups.payload, self._rows)
         shape = (p, *self.arrays.rewards.shape[1:])
         nowhere = np.full(p, self.capacity, np.int32)
         host = _pack(np.zeros(shape, np.float32), np.zeros(shape[:2], bool), nowhere)
-        self.arrays = self._put_own(self.arrays, groups.payload, host)
+        self.arrays = self._put_own(self.arrays, payload, host)
         if self._shards > 1:  # a single shard never spills
-            self.arrays = self._put_spilled(self.arrays, groups.payload, host, np.full(p, -1, np.int32))
+            self.arrays = self._put_spilled(self.arrays, payload, host, np.full(p, -1, np.int32))
         return self.take([])
 
     def state_dict(self) -> dict[str, Any]:

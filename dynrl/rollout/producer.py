@@ -14,13 +14,15 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from dynrl.config import RunConfig
 from dynrl.core import shaped_rewards
+from dynrl.journal import Journal
 from dynrl.models.sharding import any_process, common_number, local_rows
 from dynrl.models.tokenizer import Tokenizer
 from dynrl.rollout.buffer import RECORD, GroupBuffer
@@ -31,16 +33,30 @@ from dynrl.rollout.records import (
     JudgedGroups,
     Records,
     buffer_records,
+    empty_records,
     gather,
     records_of,
     submit_for_judgement,
 )
 from dynrl.tasks.store import FrozenTasks, TaskStore
 from dynrl.tasks.verifiers import Verifiers
-from dynrl.types import Finish, Groups, Payload, Purpose, Request, Sampler, SamplingParams, Scores, Task, Verdict
+from dynrl.types import (
+    Finish,
+    Groups,
+    Payload,
+    Purpose,
+    Request,
+    Reward,
+    Sampler,
+    SamplingParams,
+    Scores,
+    Status,
+    Task,
+    Verdict,
+)
 
+T = TypeVar("T")
 Events = list[GroupsGenerated | GroupsJudged | AttemptsFailed]
-_FILTER_FAILED = -1  # in the place of a host filter's verdict
 _ATTEMPT = 2**40  # times the attempt, in the number that names a group to the verifiers: late scores do not meet
 
 
@@ -78,6 +94,8 @@ class Producer:
         # In rounds nothing is decided before all are there: they come in as few payloads as possible.
         self._min_groups = sampler.groups_per_poll(config.num_generations_per_prompt) if in_rounds else 1
         self._deadline_secs = config.rollout_failure.group_deadline_secs
+        self._metrics = [name for name in (config.dynamic_sampling.metric, *config.loss.rewards) if name != "score"]
+        self.journal = Journal()  # of the run, once it has a workdir
         self._tickets: dict[int, Ticket] = {}  # dispatched and not judged
         self._tasks: dict[int, Task] = {}
         self._since: dict[int, float] = {}  # their dispatch, where there is a deadline
@@ -89,6 +107,7 @@ class Producer:
         self._judged: list[JudgedGroups] = []
         self._skipped: list[Ticket] = []  # since `take_skipped`
         self._epoch, self._now = time.monotonic(), 0.0  # seconds since, the same on every process
+        self._problem: Exception | None = None  # of this process; raised where all processes hear of it
         self.num_polls = 0
         self.secs = {"sampler": 0.0, "reward": 0.0, "backfill": 0.0}  # by phase, since `take_secs`
 
@@ -181,7 +200,7 @@ class Producer:
             if groups is not None:
                 events += self.receive(groups)
         begin = time.perf_counter()
-        self.collect(self._verifiers.poll())
+        self._collect(self._verifiers.poll)
         due = self._due()
         self.secs["reward"] += time.perf_counter() - begin
         begin = time.perf_counter()
@@ -203,14 +222,42 @@ class Producer:
         mine = groups.tickets_P[groups.valid_P & groups.owned_P].tolist()
         ids = {t: _ATTEMPT * (self._tickets[t].attempts - 1) + t for t in mine}
         self._awaited |= {i: t for t, i in ids.items()}
-        submit_for_judgement(groups, self._tasks, self._tokenizer, self._verifiers, ids)
+        self._guarded(lambda: submit_for_judgement(groups, self._tasks, self._tokenizer, self._verifiers, ids))
+
+    def _guarded(self, call: Callable[[], T], otherwise: T | None = None) -> T | None:
+        """What the call gives; a problem of this process alone is raised where the others hear of it: at a gather."""
+        try:
+            return call()
+        except Exception as problem:
+            if jax.process_count() == 1:
+                raise
+            self._problem = self._problem or problem
+            return otherwise
 
     def collect(self, scores: Iterable[Scores]) -> None:
         """Takes scores, from the verifiers or from whoever waits for others meanwhile."""
         for s in scores:
             ticket = self._awaited.pop(s.ticket, None)
             if ticket is not None:
-                self._scores[ticket] = s
+                self._scores[ticket] = self._with_timeouts(s, self._tickets[ticket])
+
+    def _with_timeouts(self, scores: Scores, t: Ticket) -> Scores:
+        """Whatever missed its deadline, now or before a restart."""
+        key = ("timeout", t.task_id, t.visit, t.attempts)
+        now = [i for i, status in enumerate(scores.statuses) if status is Status.TIMEOUT]
+        before = self.journal.get(*key)
+        if before is None:
+            if now:
+                self.journal.write(key, now)
+            return scores
+        missed = set(before)
+        statuses = [Status.TIMEOUT if i in missed else status for i, status in enumerate(scores.statuses)]
+        none = dict.fromkeys(self._metrics, 0.0)
+        rewards = [Reward(0.0, none) if i in missed else reward for i, reward in enumerate(scores.rewards)]
+        return scores._replace(statuses=tuple(statuses), rewards=tuple(rewards))
+
+    def _collect(self, found: Callable[[], list[Scores]]) -> None:
+        self.collect(self._guarded(found) or ())
 
     def _due(self) -> list[Groups]:
         """The sets that are judged now, complete with their scores."""
@@ -224,17 +271,19 @@ class Producer:
             last = self.num_polls if not self._sampler.num_in_flight else self.num_polls - 1
             num = sum(h.poll <= last for h in self._handed_over)
         due = [self._handed_over.popleft().groups for _ in range(num)]
-        while any(not self._has_scores(groups) for groups in due):
-            self.collect(self._verifiers.wait(1.0))
+        while self._problem is None and any(not self._has_scores(groups) for groups in due):
+            self._collect(lambda: self._verifiers.wait(1.0))
         return due
 
     def _scored(self) -> list[Groups]:
         """The first sets of which all processes have the scores, whenever that is."""
         due = []
-        while self._handed_over and not any_process(not self._has_scores(self._handed_over[0].groups)):
+        while self._handed_over and not any_process(
+            self._problem is None and not self._has_scores(self._handed_over[0].groups)
+        ):
             due.append(self._handed_over.popleft().groups)
         if not due and self._handed_over and not self._sampler.num_in_flight:
-            self.collect(self._verifiers.wait(0.02))
+            self._collect(lambda: self._verifiers.wait(0.02))
         return due
 
     def _has_scores(self, groups: Groups) -> bool:
@@ -258,7 +307,7 @@ class Producer:
             self.dispatch(due)
         if not self._deadline_secs:
             return []
-        late = sorted(t for t, since in self._since.items() if self._now - since > self._deadline_secs)
+        late = [number for number, since in sorted(self._since.items()) if self._is_late(self._tickets[number], since)]
         if not late:
             return []
         why = (
@@ -267,6 +316,17 @@ class Producer:
         )
         self.cancel(late)
         return [AttemptsFailed(tuple(late), why)]
+
+    def _is_late(self, t: Ticket, since: float) -> bool:
+        """By the clock, or in the same poll as before a restart."""
+        key = ("deadline", t.task_id, t.visit, t.attempts)
+        poll = self.journal.get(*key)
+        if poll is not None:
+            return self.num_polls >= poll
+        late = self._now - since > self._deadline_secs
+        if late and jax.process_index() == 0:
+            self.journal.write(key, self.num_polls)
+        return late
 
     # ---- Judgement ----
 
@@ -287,7 +347,10 @@ class Producer:
 
     def _judge_groups(self, groups: Groups) -> JudgedGroups:
         config, valid_P = self._config, groups.valid_P
-        own = records_of(groups, self._scores, config.dynamic_sampling.metric, config.loss.rewards)
+        if self._problem is None:
+            own = records_of(groups, self._scores, config.dynamic_sampling.metric, config.loss.rewards)
+        else:
+            own = empty_records(groups, len(config.loss.rewards))
         r = self._gather_filtered(own, groups)
         live_PG, trainable_PG, rewards = r.live & valid_P[:, None], r.length > 0, r.rewards
         if config.loss.overlong == "mask":
@@ -306,18 +369,14 @@ class Producer:
         return JudgedGroups(tickets, sources, judged.rows(valid_P), r.rows(valid_P))
 
     def _gather_filtered(self, own: Records, groups: Groups) -> Records:
-        """The records of all processes, with the host filter's verdicts; one that raises ends every process (law 4)."""
-        error, keep_P = None, np.full(len(groups.valid_P), _FILTER_FAILED, np.int32)
-        try:
-            keep_P = self._judge.host_mask(own.metric, own.rewards, own.live, groups.valid_P & groups.owned_P)
-        except Exception as raised:  # a user's code: the others must hear of it before this one goes
-            error = raised
-        r = gather(own._replace(host_keep=keep_P[:, None].astype(np.int32)), groups.owned_P)
-        if error is not None:
-            raise error
-        if (r.host_keep == _FILTER_FAILED).any():
-            raise RuntimeError(f"filter {self._judge.filter.name!r} failed on another process; its log says how")
-        return r
+        """The records of all processes, with the host filter's verdicts."""
+        keep_P = np.zeros(len(groups.valid_P), np.int32)
+        if self._problem is None:
+            try:
+                keep_P = self._judge.host_mask(own.metric, own.rewards, own.live, groups.valid_P & groups.owned_P)
+            except Exception as raised:  # a user's code
+                self._problem = raised
+        return gather(own._replace(host_keep=keep_P[:, None].astype(np.int32)), groups.owned_P, self._problem)
 
     # ---- Checkpoints ----
 

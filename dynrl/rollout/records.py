@@ -91,16 +91,27 @@ class JudgedGroups:
         ]
 
 
-def gather(records: Records, owned_P: np.ndarray) -> Records:
-    """Every process's rows, on every process: each row is taken from the process that owns it."""
+def gather(records: Records, owned_P: np.ndarray, problem: Exception | None = None) -> Records:
+    """Every process's rows, on every process: each row is taken from the process that owns it.
+
+    A process with a problem (its filter or verifiers failed) gathers too, so that the others hear of it (law 4): it
+    raises the problem, and they a RuntimeError.
+    """
     if jax.process_count() == 1:
+        if problem is not None:
+            raise problem
         return records
     from jax.experimental import multihost_utils
 
     bits = [x.view(np.int32) if x.dtype == np.float32 else x.astype(np.int32) for x in records]
     own = np.where(owned_P[:, None], np.concatenate(bits, axis=1), 0)
+    own = np.concatenate([own, np.full((1, own.shape[1]), problem is not None, np.int32)])
     total = np.asarray(multihost_utils.process_allgather(own)).sum(axis=0, dtype=np.int32)
-    columns = np.split(total, np.cumsum([x.shape[1] for x in bits])[:-1], axis=1)
+    if problem is not None:
+        raise problem
+    if total[-1, 0]:
+        raise RuntimeError("filter or verifiers failed on another process; its log says how")
+    columns = np.split(total[:-1], np.cumsum([x.shape[1] for x in bits])[:-1], axis=1)
     columns = [np.ascontiguousarray(x) for x in columns]
     return Records(*(c.view(np.float32) if r.dtype == np.float32 else c for c, r in zip(columns, records, strict=True)))
 
@@ -108,9 +119,7 @@ def gather(records: Records, owned_P: np.ndarray) -> Records:
 def warm_up_gather(num_groups: int, num_samples: int, num_rewards: int = 0) -> None:
     """Compiles the program that `gather` runs where there are several processes."""
     zeros = np.zeros((num_groups, num_samples), np.int32)
-    floats, ones = zeros.astype(np.float32), np.ones((num_groups, 1), np.int32)
-    components = np.zeros((num_groups, num_samples * num_rewards), np.float32)
-    gather(Records(floats, floats, zeros, zeros, zeros, ones, components), np.zeros(num_groups, bool))
+    gather(_records(zeros.astype(np.float32), zeros, num_rewards), np.zeros(num_groups, bool))
 
 
 def submit_for_judgement(
@@ -166,6 +175,18 @@ def records_of(groups: Groups, scores: dict[int, Scores], metric: str, names: Se
         status[overflow] = _STATUS_INDEX[Status.NONFINITE]
     length, finish = groups.host_length_PG.astype(np.int32), groups.host_finish_PG
     return Records(score, value, status, length, finish, np.ones((p, 1), np.int32), components.reshape(p, -1))
+
+
+def empty_records(groups: Groups, num_rewards: int = 0) -> Records:
+    """Of the shapes of `records_of`; what a process gathers that cannot judge."""
+    zeros = np.zeros(groups.host_length_PG.shape, np.int32)
+    return _records(zeros.astype(np.float32), zeros, num_rewards)
+
+
+def _records(floats: np.ndarray, zeros: np.ndarray, num_rewards: int) -> Records:
+    p, g = zeros.shape
+    components = np.zeros((p, g * num_rewards), np.float32)
+    return Records(floats, floats, zeros, zeros, zeros, np.ones((p, 1), np.int32), components)
 
 
 def buffer_records(records: Records, tickets: Sequence[Ticket]) -> np.ndarray:

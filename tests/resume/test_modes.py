@@ -9,6 +9,7 @@ import pytest
 from run_helpers import quick_build, reproducible
 
 import dynrl
+from dynrl.build import build
 
 NUM_STEPS = 7
 MODES = {
@@ -89,3 +90,37 @@ def test_resubmitted_work_is_conserved(config_of, tmp_path, mode):
     assert rows[:5] == rows_of(tmp_path / "whole")[:5]
     assert [r["run/step"] for r in rows] == list(range(NUM_STEPS + 1))
     assert rows[-1]["ledger/trained"] == NUM_STEPS * 8
+
+
+def test_sampling_on_devices_of_its_own(config_of, tmp_path):
+    """Four devices train while four sample; what they make is the same run from any checkpoint."""
+    config = config_of(MODES["in_order async"], schedule__sampler_devices=4, mesh__data=4)
+    seen = []
+
+    def build_parts(config):
+        parts = build(config)
+        seen.append((parts.state.params["embedding"].sharding, parts.sampler.arrays.state.slots.token_S.sharding))
+        return parts
+
+    whole = dynrl.run(config, str(tmp_path / "whole"), (), build_parts)
+    (trains, samples) = seen[0]
+    assert not trains.device_set & samples.device_set
+    rows = rows_of(tmp_path / "whole")
+    assert [r["run/step"] for r in rows] == list(range(NUM_STEPS + 1))
+    assert all(r["run/recompiles"] == 0 for r in rows[1:])
+    assert all(r["train_batch/zero_advantage_groups_frac"] == 0 for r in rows[1:])
+    target = tmp_path / "again"
+    shutil.copytree(tmp_path / "whole" / "checkpoints" / "4", target / "checkpoints" / "4")
+    shutil.copy(tmp_path / "whole" / "metrics.jsonl", target)
+    again = dynrl.run(config, str(target), (), build)
+    assert rows_of(target) == rows
+    jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
+
+
+def test_on_a_wall_clock_nothing_is_lost(config_of, tmp_path):
+    config = config_of(MODES["ready_first"], schedule__mode="async", schedule__clock="wall")
+    run(config, tmp_path)
+    rows = rows_of(tmp_path)
+    assert [r["run/step"] for r in rows] == list(range(NUM_STEPS + 1))
+    assert rows[-1]["ledger/trained"] == NUM_STEPS * 8
+    assert max(r["train_batch/staleness/mean"] for r in rows[1:]) <= 2

@@ -325,23 +325,36 @@ def test_a_prompt_that_cannot_be_encoded_names_task_and_source(mesh1, parts):
         producer.dispatch(tickets(-5))
 
 
-def test_a_host_filter_that_raises_on_one_process_ends_all(mesh1, parts, monkeypatch):
-    """Both sides of it: the process whose filter raises tells the others before it goes, and they do not go on."""
-    gathered = []
-    real = producer_module.gather
-    monkeypatch.setattr(
-        producer_module, "gather", lambda records, owned: gathered.append(records) or real(records, owned)
-    )
+def test_a_host_filter_that_raises_is_raised_where_all_processes_hear_of_it(mesh1, parts, monkeypatch):
+    gathered, real = [], producer_module.gather
+    seen = lambda *args: gathered.append(args) or real(*args)  # noqa: E731
+    monkeypatch.setattr(producer_module, "gather", seen)
     run = config(dynamic_sampling={"filter": "user_code:raises"})
     judge = Judge(run.dynamic_sampling, run.loss, G)
     texts = {5: ("5", "0"), 6: ("6", "0")}
     with pytest.raises(RuntimeError, match=r"filter 'user_code:raises' raised .* in group 0"):
         run_round(parts, ScriptedSampler(mesh1, [(5, 6)], texts), ScriptedVerifiers(), (5, 6), run, judge)
-    assert (gathered[0].host_keep == -1).all()
-    elsewhere = lambda records, owned: records._replace(host_keep=records.host_keep * 0 - 1)  # noqa: E731
-    monkeypatch.setattr(producer_module, "gather", elsewhere)
-    with pytest.raises(RuntimeError, match="filter 'has_signal' failed on another process"):
-        run_round(parts, ScriptedSampler(mesh1, [(5, 6)], texts), ScriptedVerifiers(), (5, 6))
+    assert "raised" in str(gathered[0][2])
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_a_problem_of_one_process_ends_all(monkeypatch, mine):
+    """The process that has it gathers before it goes, and the others do not go on."""
+    problem = ValueError("the pool is gone")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def allgather(own):
+        assert (own[-1] == mine).all()
+        other = own * 0
+        other[-1] = not mine
+        return np.stack([own, other])
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", allgather)
+    floats, zeros = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.int32)
+    records = Records(floats, floats, zeros, zeros, zeros, np.ones((2, 1), np.int32), np.zeros((2, 0), np.float32))
+    expected = (ValueError, "pool is gone") if mine else (RuntimeError, "on another process; its log says how")
+    with pytest.raises(expected[0], match=expected[1]):
+        gather(records, np.ones(2, bool), problem if mine else None)
 
 
 def test_several_rewards_travel_to_the_batch(mesh1):

@@ -1,0 +1,47 @@
+"""Outcomes that cannot be computed again, written down before they are used: whose deadline passed, and when.
+
+A run that is restarted from a checkpoint looks them up by the group's identity, and takes the same decision again
+whatever the clock says this time (law 7). One file per process; it only grows, and a restore does not cut it.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from etils import epath
+
+
+class Journal:
+    """Facts by key.
+
+    Args:
+      workdir: holds journal_<process>.jsonl; None keeps the facts of this process's life only.
+      process: of this process.
+    """
+
+    def __init__(self, workdir: epath.Path | None = None, process: int = 0) -> None:
+        self._facts: dict[tuple[Any, ...], Any] = {}
+        self._path = None if workdir is None else workdir / f"journal_{process}.jsonl"
+        for path in sorted(workdir.glob("journal_*.jsonl")) if workdir else ():
+            for line in path.read_text().splitlines():
+                try:
+                    key, value = json.loads(line)
+                except ValueError:
+                    continue  # torn by a kill: nobody has used it
+                self._facts[tuple(key)] = value
+
+    def get(self, *key: Any) -> Any:
+        """What was written under this key, or None."""
+        return self._facts.get(key)
+
+    def write(self, key: Sequence[Any], value: Any) -> None:
+        """Writes a fact down, on the disk when this returns."""
+        self._facts[tuple(key)] = value
+        if self._path is None:
+            return
+        with self._path.open("a") as file:
+            file.write(json.dumps([list(key), value]) + "\n")
+            file.flush()
+            if hasattr(file, "fileno"):
+                os.fsync(file.fileno())

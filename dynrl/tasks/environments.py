@@ -4,12 +4,12 @@
         stop_strings = ("?",)  # the policy's turn ends with one of them, or with its stop token
 
         def reset(self, task):
-            self.number = int(task.answer)
+            self.answer = task.answer
             return ""
 
         def step(self, text):
-            guess = int(text.rstrip("?"))
-            return Step("" if guess == self.number else "no;", float(guess == self.number), guess == self.number)
+            right = text.rstrip("?") == self.answer
+            return Step("" if right else "no;", reward=float(right), done=right)
 
 It is named where a verifier is: 'package.module:Guess'. It runs in the killable verifier workers, which hold no state:
 a turn is judged by making a new environment and replaying all turns so far. So whatever happens to a worker, a process

@@ -95,7 +95,7 @@ def _segments(task: Task) -> list[tuple[str, bool]]:
     shown = task.metadata.get("demonstration")
     if shown is None:
         return [(task.answer, True)]
-    if not isinstance(shown, list) or not all(_is_segment(entry) for entry in shown):
+    if not isinstance(shown, list) or not shown or not all(_is_segment(entry) for entry in shown):
         raise ValueError(
             f"task {task.prompt!r} of source {task.source}: the metadata's demonstration must be a list of "
             f"[text, trained] pairs, got {shown!r:.200}"

@@ -9,7 +9,7 @@ from dynrl.tasks.base import Draws, LeveledSource, Problem
 from dynrl.tasks.environments import Environment, Step
 from dynrl.types import Task
 
-MAX_DIGITS = 15  # of a number that the calculator takes
+MAX_DIGITS = 9  # of a number that the calculator takes
 _CALL = re.compile(rf"([0-9]{{1,{MAX_DIGITS}}})\+([0-9]{{1,{MAX_DIGITS}}})")
 _REFUSED = "?;"
 
@@ -18,11 +18,12 @@ class Calculator(Environment):
     """Answers `[47+86]` with `133;`, and ends with the answer to the task.
 
     A turn with a `]` is a call. The calculator reads from the last `[` before the first `]`: two whole numbers of at
-    most 15 ASCII digits with a `+` between them. To anything else it says `?;`. Any other turn is the answer, and all
+    most 9 ASCII digits with a `+` between them. To anything else it says `?;`. Any other turn is the answer, and all
     of it: reward 1 if it is the task's, as text, white space around it aside.
     """
 
     stop_strings = ("]",)
+    max_observation_chars = MAX_DIGITS + 2  # a digit more than the longer term, and the semicolon
 
     def reset(self, task: Task) -> str:
         """Begins with nothing to see."""

@@ -31,7 +31,7 @@ import numpy as np
 
 from dynrl.types import Reward, Status, Task
 
-MAX_OBSERVATION_CHARS = 4_000  # what fits into a reward's `info` whole
+MAX_OBSERVATION_CHARS = 4_000  # what fits into a reward's `info` whole; a class may set itself a lower bound
 
 # Paths, as of the built-in verifiers, among which these are too.
 BUILT_IN_ENVIRONMENTS: dict[str, str] = {"calculator": "dynrl.tasks.calculator:Calculator"}
@@ -68,11 +68,13 @@ class Environment(ABC):
       stop_strings: a turn of the policy ends with the token that completes one of them in its text; the text keeps it.
       components: names of further rewards; each starts at 0.
       has_opening: whether `reset` may return text.
+      max_observation_chars: bounds every observation; longer ones are an error. Samplers make room by it.
     """
 
     stop_strings: ClassVar[tuple[str, ...]] = ()
     components: ClassVar[tuple[str, ...]] = ()
     has_opening: ClassVar[bool] = False
+    max_observation_chars: ClassVar[int] = MAX_OBSERVATION_CHARS
 
     @abstractmethod
     def reset(self, task: Task) -> str:
@@ -113,7 +115,7 @@ class TurnVerifier:
       environment: a concrete subclass of `Environment`.
 
     Raises:
-      TypeError: saying what is wrong with the class.
+      TypeError, ValueError: saying what is wrong with the class.
     """
 
     def __init__(self, name: str, environment: type) -> None:
@@ -141,7 +143,7 @@ class TurnVerifier:
             if done:
                 raise ValueError(f"{at}: the episode was over with the turn before")
             step = environment.step(turn)
-            observation, done = _checked_step(step, at)
+            observation, done = _checked_step(environment, step, at)
             score += as_float(step.reward, "reward", at)
             for name, value in step.components.items():
                 if name not in components:
@@ -176,6 +178,9 @@ def _checked_class(name: str, found: type) -> type[Environment]:
         value = getattr(found, key)
         if not isinstance(value, tuple) or not all(isinstance(item, str) and item for item in value):
             raise TypeError(f"{where}: {key} must be a tuple of non-empty strings, got {_REPR.repr(value)}")
+    limit = found.max_observation_chars
+    if not 1 <= limit <= MAX_OBSERVATION_CHARS:
+        raise ValueError(f"{where}: max_observation_chars must lie in 1 to {MAX_OBSERVATION_CHARS}, got {limit}")
     try:
         inspect.signature(found).bind()
     except TypeError as error:
@@ -194,29 +199,31 @@ def _turns(text: str, where: str) -> list[str]:
 
 
 def _opening(environment: Environment, task: Task, where: str) -> str:
-    opening = _checked_text(environment.reset(task), f"{where}: reset")
+    opening = _checked_text(environment, environment.reset(task), f"{where}: reset")
     if opening and not environment.has_opening:
         raise ValueError(f"{where}: reset returned {_REPR.repr(opening)}, but the class does not set has_opening")
     return opening
 
 
-def _checked_step(step: Any, where: str) -> tuple[str, bool]:
+def _checked_step(environment: Environment, step: Any, where: str) -> tuple[str, bool]:
     if not isinstance(step, Step):
         raise TypeError(f"{where}: step returned {type(step).__name__} {_REPR.repr(step)}, not a Step")
     if not isinstance(step.done, (bool, np.bool_)):
         raise TypeError(f"{where}: done must be a bool, got {type(step.done).__name__} {_REPR.repr(step.done)}")
     if not isinstance(step.components, Mapping):
         raise TypeError(f"{where}: components must be a mapping, got {_REPR.repr(step.components)}")
-    return _checked_text(step.observation, f"{where}: step"), bool(step.done)
+    return _checked_text(environment, step.observation, f"{where}: step"), bool(step.done)
 
 
-def _checked_text(observation: Any, where: str) -> str:
+def _checked_text(environment: Environment, observation: Any, where: str) -> str:
     """A plain string: a subclass of it need not survive JSON as it is."""
     if not isinstance(observation, str):
         kind = type(observation).__name__
         raise TypeError(f"{where} returned an observation that is no string: {kind} {_REPR.repr(observation)}")
-    if len(observation) > MAX_OBSERVATION_CHARS:
+    limit = environment.max_observation_chars
+    if len(observation) > limit:
         raise ValueError(
-            f"{where} returned an observation of {len(observation)} characters, more than {MAX_OBSERVATION_CHARS}"
+            f"{where} returned an observation of {len(observation)} characters, more than max_observation_chars = "
+            f"{limit}"
         )
     return str(observation)

@@ -169,7 +169,8 @@ class Text(str):
         (answering(None), TypeError, "turn 1: step returned NoneType None, not a Step"),
         (answering(("", 1.0, True)), TypeError, "step returned tuple .*not a Step"),
         (answering(Step(b"x", 1.0, True)), TypeError, "step returned an observation that is no string: bytes"),  # pyright: ignore
-        (answering(Step("x" * 4_001, 1.0, True)), ValueError, "observation of 4001 characters, more than 4000"),
+        (answering(Step("x" * 4_001, 1.0, True)), ValueError, "of 4001 characters, more than .* = 4000"),
+        (answering(Step("xyz", 1.0, True), max_observation_chars=2), ValueError, "more than max_observation_chars = 2"),
         (answering(Step("", "1", True)), TypeError, "the reward must be a number, got str '1'"),  # pyright: ignore
         (answering(Step("", 10**400, True)), ValueError, "the reward is beyond the range of a float"),
         (answering(Step("", 1.0, 1)), TypeError, "done must be a bool, got int 1"),  # pyright: ignore
@@ -228,6 +229,11 @@ def test_classes_that_are_no_environments_are_refused_by_name(name, message):
     for find in (resolve_verifier, find_environment):
         with pytest.raises(TypeError, match=f"environment '{name}'.*{message}"):
             find(name)
+
+
+def test_a_bound_that_no_reward_can_carry_is_refused():
+    with pytest.raises(ValueError, match="environment 'x': max_observation_chars must lie in 1 to 4000, got 4001"):
+        TurnVerifier("x", answering(None, max_observation_chars=4_001))
 
 
 def test_find_environment_tells_environments_from_functions():

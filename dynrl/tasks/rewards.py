@@ -1,12 +1,13 @@
 """Verifiers: the functions that judge a completion, how they are named, and what they may return.
 
 A verifier is `fn(task, text) -> Reward | float | bool | dict`, pure and importable by name, because it runs in
-worker processes. This module knows neither JAX nor the workers: they import it and start fast.
+worker processes. A class in its place is an environment, whose turns are judged (`environments.py`). This module knows
+neither JAX nor the workers: they import it and start fast.
 """
 
 import importlib
+import inspect
 import math
-import numbers
 import re
 import reprlib
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from dynrl.tasks.base import near
+from dynrl.tasks.environments import BUILT_IN_ENVIRONMENTS, Environment, TurnVerifier, as_float
 from dynrl.types import Reward, Task
 
 Verifier = Callable[[Task, str], Reward | float | bool | Mapping[str, float]]
@@ -71,6 +73,7 @@ def prefix_fraction(task: Task, text: str) -> Reward:
 
 # Paths, so that a verifier's libraries are imported where it is used.
 BUILT_IN: dict[str, str] = {
+    **BUILT_IN_ENVIRONMENTS,
     "countdown": "dynrl.tasks.countdown:countdown",
     "exact_match": "dynrl.tasks.rewards:exact_match",
     "gsm8k": "dynrl.tasks.gsm8k:gsm8k",
@@ -82,15 +85,15 @@ BUILT_IN: dict[str, str] = {
 
 
 def resolve_verifier(name_or_path: str) -> Verifier:
-    """Finds a verifier by its built-in name or by 'package.module:function'.
+    """Finds a verifier by its built-in name or by 'package.module:function'; of an environment, its `TurnVerifier`.
 
     Raises:
-      TypeError: the argument is not a string, or what it names is not callable.
+      TypeError: the argument is not a string, what it names is not callable, or it is a class but no environment.
       ValueError: no such name, module or attribute; the message lists names and near matches.
     """
     if not isinstance(name_or_path, str):
         raise TypeError(f"a verifier is named by a string, not by {_REPR.repr(name_or_path)}")
-    name_or_path = BUILT_IN.get(name_or_path, name_or_path)
+    given, name_or_path = name_or_path, BUILT_IN.get(name_or_path, name_or_path)
     if ":" not in name_or_path:
         raise ValueError(
             f"no verifier {name_or_path!r}{near(name_or_path, BUILT_IN)}; built in: {', '.join(sorted(BUILT_IN))}; "
@@ -107,7 +110,22 @@ def resolve_verifier(name_or_path: str) -> Verifier:
         found = getattr(found, part)
     if not callable(found):
         raise TypeError(f"verifier {name_or_path!r} is not callable: {_REPR.repr(found)}")
-    return cast(Verifier, found)
+    return TurnVerifier(given, found) if inspect.isclass(found) else cast(Verifier, found)
+
+
+def find_environment(name_or_path: str) -> type[Environment] | None:
+    """Returns the environment that a verifier's name stands for, or None where it is a function.
+
+    Of the built-in names only environments are imported; 'package.module:attribute' is always imported, in this
+    process.
+
+    Raises:
+      TypeError, ValueError: as `resolve_verifier`.
+    """
+    if name_or_path in BUILT_IN and name_or_path not in BUILT_IN_ENVIRONMENTS:
+        return None
+    verifier = resolve_verifier(name_or_path)
+    return verifier.environment if isinstance(verifier, TurnVerifier) else None
 
 
 def as_reward(value: Any, verifier_name: str, task_id: int) -> Reward:
@@ -138,8 +156,8 @@ def as_reward(value: Any, verifier_name: str, task_id: int) -> Reward:
         if not isinstance(name, str) or name == "score" or len(name) > MAX_NAME_CHARS:
             raise ValueError(f"{where}: a component cannot be named {_REPR.repr(name)}")
     return Reward(
-        _number(score, "score", where),
-        {str(name): _number(number, f"component {name!r}", where) for name, number in components.items()},
+        as_float(score, "score", where),
+        {str(name): as_float(number, f"component {name!r}", where) for name, number in components.items()},
         cut_info(info) if info else {},
     )
 
@@ -210,15 +228,6 @@ class _InfoCutter:
             else:
                 items.append(self.copy(entry, depth + 1))
         return names if mapping else items
-
-
-def _number(value: Any, what: str, where: str) -> float:
-    if not isinstance(value, (numbers.Real, np.bool_)):
-        raise TypeError(f"{where}: the {what} must be a number, got {type(value).__name__} {_REPR.repr(value)}")
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise ValueError(f"{where}: the {what} is beyond the range of a float: {_REPR.repr(value)}") from error
 
 
 def _integer(text: str) -> int | None:

@@ -9,6 +9,7 @@ from dynrl.tasks.base import TaskSource, near
 
 BUILT_IN_SOURCES: Mapping[str, str] = {
     "arithmetic": "dynrl.tasks.procedural:Arithmetic",
+    "calculator": "dynrl.tasks.calculator:CalculatorSums",
     "countdown": "dynrl.tasks.countdown:Countdown",
     "digit_sorting": "dynrl.tasks.procedural:DigitSorting",
     "jsonl": "dynrl.tasks.files:Jsonl",

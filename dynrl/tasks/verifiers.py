@@ -56,7 +56,8 @@ class Verifiers:
         """Starts the workers, and returns when the first one has loaded its verifiers.
 
         Args:
-          verifier_for_source: for each task source, a built-in verifier's name or 'package.module:function'.
+          verifier_for_source: for each task source, a built-in verifier's name or 'package.module:function'; or an
+            environment's (`environments.py`), whose texts are the turns of a rollout so far.
           num_workers: processes; groups, not rollouts, are spread over them.
           timeout_secs: wall time for one rollout, after which its worker is killed.
           max_attempts: how often a rollout is tried whose worker dies, and how often in a row (per worker) a start
@@ -97,7 +98,8 @@ class Verifiers:
         Args:
           ticket: names the group in `Scores`; not pending yet.
           task: its source decides the verifier.
-          texts: the completions; None where the sampler failed (dead, not verified).
+          texts: the completions, or for an environment the `turns_text` of each rollout; None where the sampler failed
+            (dead, not verified).
 
         Raises:
           ValueError: the ticket is pending, the source has no verifier, or the group is empty.

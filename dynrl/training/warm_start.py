@@ -1,5 +1,8 @@
 """A supervised warm start for models trained from scratch: cross-entropy on the reference answers of fresh tasks.
 
+A task that is solved in several turns shows how in its metadata's `demonstration`: a list of [text, trained] pairs,
+which stand in the answer's place. What an environment or a tool says is part of it, and not trained on, as in rollouts.
+
 The result is cached by content: the key covers everything that determines the weights, so a cached warm start gives
 the same run, row for row, as one that was just trained. Mesh and workdir do not enter.
 """
@@ -57,7 +60,8 @@ def encode_batch(tasks: list[Task], tokenizer: Tokenizer, max_prompt: int, max_c
     """Prompts and answers as a payload of one rollout per group; only the fields that log-probs need are filled.
 
     Raises:
-      ValueError: naming the task, when its prompt or its answer with the stop token does not fit.
+      ValueError: naming the task, when its prompt or its answer with the stop token does not fit, or its demonstration
+        is none.
     """
     n = len(tasks)
     prompt_PL = np.full((n, max_prompt), tokenizer.pad_id, np.int32)
@@ -65,7 +69,12 @@ def encode_batch(tasks: list[Task], tokenizer: Tokenizer, max_prompt: int, max_c
     tokens_PGT = np.zeros((n, 1, max_completion), np.int32)
     mask_PGT = np.zeros((n, 1, max_completion), bool)
     for i, task in enumerate(tasks):
-        prompt, answer = tokenizer.encode(task.prompt), [*tokenizer.encode(task.answer), tokenizer.eos_id]
+        prompt, answer, trained = tokenizer.encode(task.prompt), [], []
+        for text, is_trained in _segments(task):  # encoded one by one, as turns and observations are in a rollout
+            ids = tokenizer.encode(text)
+            answer += ids
+            trained += [is_trained] * len(ids)
+        answer.append(tokenizer.eos_id)
         if not 0 < len(prompt) <= max_prompt or len(answer) > max_completion:
             raise ValueError(
                 f"task {task.prompt!r} -> {task.answer!r} of source {task.source} has {len(prompt)} prompt and "
@@ -75,10 +84,29 @@ def encode_batch(tasks: list[Task], tokenizer: Tokenizer, max_prompt: int, max_c
         prompt_PL[i, max_prompt - len(prompt) :] = prompt
         length_P[i] = len(prompt)
         tokens_PGT[i, 0, : len(answer)] = answer
-        mask_PGT[i, 0, : len(answer)] = True
+        mask_PGT[i, 0, : len(answer)] = [*trained, True]
     unused = np.zeros((n, 1), np.int32)
     logp_PGT, version_PGT = np.zeros_like(tokens_PGT, np.float32), np.zeros_like(tokens_PGT)
     return Payload(prompt_PL, length_P, tokens_PGT, logp_PGT, mask_PGT, version_PGT, unused, unused)
+
+
+def _segments(task: Task) -> list[tuple[str, bool]]:
+    """What is shown after the prompt, and which of it the policy is to write itself."""
+    shown = task.metadata.get("demonstration")
+    if shown is None:
+        return [(task.answer, True)]
+    if not isinstance(shown, list) or not shown or not all(_is_segment(entry) for entry in shown):
+        raise ValueError(
+            f"task {task.prompt!r} of source {task.source}: the metadata's demonstration must be a list of "
+            f"[text, trained] pairs, got {shown!r:.200}"
+        )
+    return [(text, is_trained) for text, is_trained in shown]
+
+
+def _is_segment(entry: Any) -> bool:
+    if not isinstance(entry, list | tuple) or len(entry) != 2:
+        return False
+    return isinstance(entry[0], str) and isinstance(entry[1], bool)
 
 
 def supervised_step(

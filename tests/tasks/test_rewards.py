@@ -83,7 +83,7 @@ def test_resolve_built_in_and_path():
     [
         (
             "exact_mach",
-            "did you mean 'exact_match'.*built in: countdown, exact_match, gsm8k, .*reasoning_gym; your own",
+            "did you mean 'exact_match'.*built in: calculator, countdown, .*gsm8k, .*reasoning_gym; your own",
         ),
         ("no_such_pkg_9.x:f", "no module 'no_such_pkg_9' on sys.path"),
         ("dynrl.tasks.no_such:f", "no module 'dynrl.tasks.no_such' on sys.path"),

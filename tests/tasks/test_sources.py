@@ -56,7 +56,12 @@ def test_importing_the_look_up_imports_no_optional_package():
 @pytest.mark.parametrize(
     ("name", "kwargs", "error", "message"),
     [
-        ("digit_sort", {}, ValueError, "did you mean 'digit_sorting'.*arithmetic, countdown.*package.module:Class"),
+        (
+            "digit_sort",
+            {},
+            ValueError,
+            "did you mean 'digit_sorting'.*arithmetic, calculator, countdown.*package.module:Class",
+        ),
         ("arithmetic", {"max_digit": 3}, TypeError, "'max_digit' .did you mean 'max_digits'.*min_terms, max_terms"),
         ("no.such.module:Class", {}, ValueError, "cannot import 'no.such.module'"),
         ("dynrl.tasks.procedural:DigitSort", {}, ValueError, "no class 'DigitSort'.*did you mean 'DigitSorting'"),

@@ -47,6 +47,24 @@ def test_batches_are_encoded():
     assert batch.mask_PGT.tolist() == [[[True] * 2 + [False] * 3], [[True] * 5]]
 
 
+def test_demonstrations_stand_in_the_answers_place_and_what_others_say_is_not_trained_on():
+    shown = [["12", True], ["345", False], ["6", True]]
+    tasks = [Task(-1, "s", "0", "9", metadata={"demonstration": shown}), Task(-1, "s", "0", "9", metadata={"x": 1})]
+    batch = encode_batch(tasks, TOKENIZER, 1, 8)
+    assert batch.tokens_PGT.tolist() == [[[3, 4, 5, 6, 7, 8, 1, 0]], [[11, 1, 0, 0, 0, 0, 0, 0]]]
+    assert batch.mask_PGT[0, 0].tolist() == [True, True, False, False, False, True, True, False]
+    assert batch.mask_PGT[1, 0].tolist() == [True] * 2 + [False] * 6
+    with pytest.raises(ValueError, match="task '0' -> '9' of source s has 1 prompt and 7 answer"):
+        encode_batch(tasks, TOKENIZER, 1, 6)
+
+
+@pytest.mark.parametrize("shown", ["12", [], 3, [["1"]], [["1", 1]], [[1, True]], ["12"], {"1": True}])
+def test_a_demonstration_that_is_none_is_named(shown):
+    task = Task(-1, "s", "7", "9", metadata={"demonstration": shown})
+    with pytest.raises(ValueError, match=r"task '7' of source s: .*demonstration must be a list of \[text, trained\]"):
+        encode_batch([task], TOKENIZER, 1, 6)
+
+
 @pytest.mark.parametrize(
     ("prompt", "answer", "counts"),
     [("1234", "5", "4 prompt and 2 answer"), ("1", "55555", "1 prompt and 6 answer"), ("", "5", "0 prompt")],

@@ -11,7 +11,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from dynrl.build_sampler import make_sampler
-from dynrl.build_tasks import make_tasks, named
+from dynrl.build_tasks import find_environments, make_tasks, max_observation_tokens, named
 from dynrl.compile_counter import CompileCounter
 from dynrl.config import ConfigError, RunConfig
 from dynrl.core import ESTIMATORS, check_estimator
@@ -23,6 +23,7 @@ from dynrl.rollout.producer import Producer
 from dynrl.rollout.records import warm_up_gather
 from dynrl.rollout.schedules import make_schedule
 from dynrl.rollout.statistics import RolloutStatistics
+from dynrl.rollout.turns import TurnPlayer
 from dynrl.sampling.engine import SlotEngine
 from dynrl.tasks.base import TaskSource
 from dynrl.tasks.selectors import Selector, VisitCounter, make_selector
@@ -48,6 +49,8 @@ class Parts:
     visits: VisitCounter
     tokenizer: Tokenizer
     sampler: SlotEngine
+    player: TurnPlayer
+    pools: list[Verifiers]  # `verifiers`, and those of the environments
     verifiers: Verifiers
     judge: Judge
     buffer: GroupBuffer
@@ -69,7 +72,8 @@ class Parts:
 
     def close(self) -> None:
         """Ends the verifier workers."""
-        self.verifiers.close()
+        for pool in self.pools:
+            pool.close()
 
 
 def cache_dir() -> epath.Path:
@@ -218,9 +222,18 @@ def build(config: RunConfig) -> Parts:
     shardings = state_shardings(config.model, tokenizer.vocab_size, optimizer, mesh, reference)
     train_step = jit_train_step(config, optimizer, mesh, shardings)
     shapes = abstract_state(config.model, tokenizer.vocab_size, optimizer, reference)
-    sampler = make_sampler(config, sampler_mesh, tokenizer, shapes, shardings, alone=sampler_mesh is not mesh)
+    environments = find_environments(tasks.verifiers)
+    room = max_observation_tokens(config, environments, tokenizer)
+    sampler = make_sampler(
+        config, sampler_mesh, tokenizer, shapes, shardings, max_extend_tokens=room, alone=sampler_mesh is not mesh
+    )
     _check_rows(config, sampler, mesh)
-    verifiers = make_verifiers(config, tasks.verifiers)  # last of what can fail: it starts processes
+    # Last of what can fail: these start processes.
+    verifiers = make_verifiers(config, tasks.verifiers)
+    played = {source: tasks.verifiers[source] for source in environments}
+    turn_verifiers = make_verifiers(config, played) if played else None
+    names = (config.dynamic_sampling.metric, *config.loss.rewards)
+    player = TurnPlayer(sampler, turn_verifiers, tokenizer, environments, names, room)
     return Parts(
         config=config,
         mesh=mesh,
@@ -232,11 +245,13 @@ def build(config: RunConfig) -> Parts:
         visits=VisitCounter(),
         tokenizer=tokenizer,
         sampler=sampler,
+        player=player,
+        pools=[verifiers, turn_verifiers] if turn_verifiers else [verifiers],
         verifiers=verifiers,
         judge=judge,
         buffer=buffer,
         producer=Producer(
-            config, sampler, verifiers, judge, buffer, tokenizer, tasks.store, schedule.capabilities.has_rounds
+            config, player, verifiers, judge, buffer, tokenizer, tasks.store, schedule.capabilities.has_rounds
         ),
         statistics=RolloutStatistics(config.dynamic_sampling.metric, sorted(tasks.source.verifiers)),
         optimizer=optimizer,
@@ -288,6 +303,7 @@ def warm_up(parts: Parts) -> None:
     g, num_rewards = parts.config.num_generations_per_prompt, len(parts.config.loss.rewards)
     parts.publish(0)
     parts.sampler.warm_up()
+    parts.player.warm_up()
     batch = parts.buffer.warm_up(parts.sampler.filler(g))
     p = parts.sampler.groups_per_poll(g)
     parts.judge.warm_up(p, g, num_rewards)

@@ -24,8 +24,9 @@ def _bytes_per_device(shapes: Any, shardings: Any) -> int:
 
 
 def make_sampler(
-    config: RunConfig, mesh: Mesh, tokenizer: Tokenizer, shapes: TrainState, shardings: TrainState, alone: bool = False
-) -> SlotEngine:
+    config: RunConfig, mesh: Mesh, tokenizer: Tokenizer, shapes: TrainState, shardings: TrainState, *,
+    max_extend_tokens: int, alone: bool,
+) -> SlotEngine:  # fmt: skip
     """The slot engine, for training and evaluation.
 
     Args:
@@ -34,6 +35,7 @@ def make_sampler(
       tokenizer: of prompts and completions.
       shapes: of the train state.
       shardings: of the train state.
+      max_extend_tokens: of an environment's observation; 0 without environments.
       alone: whether training has devices of its own.
 
     Raises:
@@ -53,6 +55,7 @@ def make_sampler(
         prefill_tokens=c.prefill_tokens,
         kv_dtype=c.kv_dtype,
         weight_update=c.weight_update,
+        max_extend_tokens=max_extend_tokens,
     )
     shape = cache_shape(config.model, options, shards)
     if not c.num_slots:

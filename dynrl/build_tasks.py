@@ -1,12 +1,14 @@
 """From a configuration to its tasks: where they come from, who judges them, and how they are written as tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dynrl.config import ConfigError, RunConfig
 from dynrl.models.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from dynrl.tasks.base import TaskSource
+from dynrl.tasks.environments import Environment
+from dynrl.tasks.rewards import find_environment
 from dynrl.tasks.sources import make_source
 from dynrl.tasks.store import FrozenTasks, TaskStore, make_frozen
 
@@ -90,6 +92,29 @@ def choose_verifiers(config: RunConfig, *sources: TaskSource) -> dict[str, str]:
     one = config.reward.verifier
     chosen = {name: default if one == "default" else one for name, default in defaults.items()}
     return chosen | dict(config.reward.verifiers)
+
+
+def find_environments(verifiers: Mapping[str, str]) -> dict[str, type[Environment]]:
+    """The environments among the verifiers, by source."""
+    found = {source: named("reward.verifier", find_environment, name) for source, name in verifiers.items()}
+    return {source: environment for source, environment in found.items() if environment is not None}
+
+
+def max_observation_tokens(
+    config: RunConfig, environments: Mapping[str, type[Environment]], tokenizer: Tokenizer
+) -> int:
+    """Room for what an environment may say at once, within a completion that the policy goes on with; 0 without any."""
+    if not environments:
+        return 0
+    per_char = 4 if isinstance(tokenizer, ByteTokenizer) else 1
+    longest = max(e.max_observation_chars for e in environments.values()) * per_char
+    room = config.sampler.max_completion_tokens - 2  # a turn before it and one after
+    if room < 1:
+        raise ConfigError(
+            f"config.sampler.max_completion_tokens: {config.sampler.max_completion_tokens} leaves no room for a turn, "
+            "an observation and another turn: at least 3"
+        )
+    return min(longest, room)
 
 
 def make_tokenizer(kind: str, *sources: TaskSource) -> Tokenizer:

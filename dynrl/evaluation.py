@@ -11,13 +11,14 @@ from dynrl.config import RunConfig
 from dynrl.metrics import Row, Sums
 from dynrl.models.tokenizer import Tokenizer
 from dynrl.rollout.records import empty_records, gather, records_of, submit_for_judgement
+from dynrl.rollout.turns import TurnPlayer
 from dynrl.tasks.store import FrozenTasks
 from dynrl.tasks.verifiers import Verifiers
-from dynrl.types import Groups, Purpose, Request, Sampler, SamplingParams, Scores
+from dynrl.types import Groups, Purpose, Request, SamplingParams, Scores
 
 
 def evaluate(
-    config: RunConfig, tasks: FrozenTasks, sampler: Sampler, verifiers: Verifiers, tokenizer: Tokenizer,
+    config: RunConfig, tasks: FrozenTasks, player: TurnPlayer, verifiers: Verifiers, tokenizer: Tokenizer,
     other_groups: Callable[[Groups], None], other_scores: Callable[[Sequence[Scores]], None],
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[Row, int]:  # fmt: skip
@@ -44,9 +45,10 @@ def evaluate(
     )
     # Negative tickets: evaluation is not in the ledger, and must not meet its numbers in the verifiers.
     by_ticket = {-1 - i: task for i, task in enumerate(all_tasks)}
-    sampler.submit(
+    player.submit(
         [Request(t, task.task_id, 0, Purpose.EVAL, tokenizer.encode(task.prompt), 1, params)
-         for t, task in by_ticket.items()]
+         for t, task in by_ticket.items()],
+        all_tasks,
     )  # fmt: skip
     handed_over: list[Groups] = []
     scores: dict[int, Scores] = {}
@@ -66,14 +68,17 @@ def evaluate(
 
     left, mine = len(all_tasks), 0
     while left:
-        groups = sampler.poll(sampler.groups_per_poll(1))
+        groups = player.poll(player.sampler.groups_per_poll(1))
         if groups is not None:
             ours_P = groups.valid_P & (groups.tickets_P < 0)
             ours = dataclasses.replace(groups, valid_P=ours_P)
             left -= int(ours_P.sum())
             mine += int((ours_P & groups.owned_P).sum())
             handed_over.append(ours)
-            verify(partial(submit_for_judgement, ours, by_ticket, tokenizer, verifiers, ids))
+            played = player.take_scores(ours)
+            scores |= {t: played[t] for t in ours.tickets_P[ours_P & ours.owned_P].tolist() if t in played}
+            rest = dataclasses.replace(ours, valid_P=ours_P & ~np.isin(ours.tickets_P, list(played)))
+            verify(partial(submit_for_judgement, rest, by_ticket, tokenizer, verifiers, ids))
             progress()
             if (groups.valid_P & ~ours_P).any():
                 other_groups(dataclasses.replace(groups, valid_P=groups.valid_P & ~ours_P))

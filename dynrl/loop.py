@@ -312,7 +312,7 @@ class Loop:
         parts, begin = self.parts, time.perf_counter()
         before = parts.sampler.counters
         row, tokens = evaluate(
-            self.config, parts.eval_tasks, parts.sampler, parts.verifiers, parts.tokenizer,
+            self.config, parts.eval_tasks, parts.player, parts.verifiers, parts.tokenizer,
             lambda groups: self._advance(*parts.producer.receive(groups)), parts.producer.collect, self._progress,
         )  # fmt: skip
         made = {k: v - before[k] for k, v in parts.sampler.counters.items()}
@@ -347,7 +347,7 @@ class Loop:
             self.books.flush()
             statuses = ", ".join(f"{n} {status}" for status, n in self.parts.statistics.statuses().items())
             notes = [f"rollouts by status: {statuses or '-'}"]
-            notes += [f"verifier: {e}" for e in self.parts.verifiers.errors()[-3:]]
+            notes += [f"verifier: {e}" for pool in self.parts.pools for e in pool.errors()[-3:]]
             notes += [f"warning: {w}" for w in self.parts.warnings]
             raise RunError("\n".join([reason, *notes]))
         pending = self.books.pending()

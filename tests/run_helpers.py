@@ -29,8 +29,8 @@ def quick_build(config: RunConfig, num_devices: int = 1) -> dynrl.build.Parts:
     key = repr((num_devices, config.seed, lengths, [mapping[k] for k in ("model", "mesh", "sampler")]))
     learning = repr([config.num_prompts_per_step, mapping["loss"], mapping["train"]])
 
-    def make_sampler(config: Any, *parts: Any, alone: bool) -> Any:
-        return _once((key, "sampler"), lambda: _REAL["make_sampler"](config, *parts, alone=alone))
+    def make_sampler(config: Any, *parts: Any, **options: Any) -> Any:
+        return _once((key, "sampler"), lambda: _REAL["make_sampler"](config, *parts, **options))
 
     def jit_train_step(*args: Any) -> Any:
         return _once((key, learning, "step"), lambda: _REAL["jit_train_step"](*args))

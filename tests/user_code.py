@@ -6,6 +6,8 @@ test depends on what a policy learns. Verifier workers import this module, which
 
 import zlib
 
+from dynrl.tasks.environments import Environment, Step
+
 
 def coin(task, text):
     """1 or 0, as likely."""
@@ -62,3 +64,19 @@ class NumpySelector:
 def raises(metric_vals):
     """A filter with a fault."""
     raise KeyError("fault")
+
+
+class Talker(Environment):
+    """Says something to every turn of up to two tokens' worth, and judges by a hash of all that was said."""
+
+    stop_strings = ("]", "1", "2")
+    max_observation_chars = 3
+
+    def reset(self, task):
+        self.said, self.prompt = "", task.prompt
+        return ""
+
+    def step(self, text):
+        self.said += text
+        done = text == "" or len(self.said) > 6
+        return Step("7;", float(zlib.crc32(f"{self.prompt} {self.said}".encode()) & 1), done)

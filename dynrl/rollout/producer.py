@@ -38,6 +38,7 @@ from dynrl.rollout.records import (
     records_of,
     submit_for_judgement,
 )
+from dynrl.rollout.turns import TurnPlayer
 from dynrl.tasks.store import FrozenTasks, TaskStore
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import (
@@ -47,7 +48,6 @@ from dynrl.types import (
     Purpose,
     Request,
     Reward,
-    Sampler,
     SamplingParams,
     Scores,
     Status,
@@ -73,7 +73,7 @@ class Producer:
 
     Args:
       config: the run's.
-      sampler: the sampler.
+      player: the sampler, and what plays turns with it.
       verifiers: the pool.
       judge: the filter.
       buffer: takes the kept groups.
@@ -83,16 +83,16 @@ class Producer:
     """
 
     def __init__(
-        self, config: RunConfig, sampler: Sampler, verifiers: Verifiers, judge: Judge, buffer: GroupBuffer,
+        self, config: RunConfig, player: TurnPlayer, verifiers: Verifiers, judge: Judge, buffer: GroupBuffer,
         tokenizer: Tokenizer, store: TaskStore | FrozenTasks, in_rounds: bool,
     ) -> None:  # fmt: skip
         self._config, self._in_rounds = config, in_rounds
-        self._sampler, self._verifiers, self._judge, self._buffer = sampler, verifiers, judge, buffer
+        self._player, self._verifiers, self._judge, self._buffer = player, verifiers, judge, buffer
         self._tokenizer, self._store = tokenizer, store
         c = config.sampler
         self._params = SamplingParams(c.temperature, c.max_completion_tokens, stop_strings=c.stop_strings)
         # In rounds nothing is decided before all are there: they come in as few payloads as possible.
-        self._min_groups = sampler.groups_per_poll(config.num_generations_per_prompt) if in_rounds else 1
+        self._min_groups = player.sampler.groups_per_poll(config.num_generations_per_prompt) if in_rounds else 1
         self._deadline_secs = config.rollout_failure.group_deadline_secs
         self._metrics = [name for name in (config.dynamic_sampling.metric, *config.loss.rewards) if name != "score"]
         self.journal = Journal()  # of the run, once it has a workdir
@@ -140,18 +140,23 @@ class Producer:
           ValueError: naming ticket and task, for a prompt that the sampler refuses.
         """
         tasks = self._store.get([t.task_id for t in tickets])
-        g, limit = self._config.num_generations_per_prompt, self._config.tasks.max_prompt_tokens
-        requests = []
+        limit = self._config.tasks.max_prompt_tokens
+        requests, theirs = [], []
         self._read_clock()
         for t, task in zip(tickets, tasks, strict=True):
-            prompt = self._encode(task)
-            if len(prompt) > limit and self._config.tasks.long_prompts == "skip":
+            request = self._request(t, task)
+            if len(request.prompt) > limit and self._config.tasks.long_prompts == "skip":
                 self._too_long.append(t)
             else:
-                requests.append(Request(t.ticket, t.task_id, t.visit, Purpose.TRAIN, prompt, g, self._params))
-        self._sampler.submit(requests)
+                requests.append(request)
+                theirs.append(task)
+        self._player.submit(requests, theirs)
         for t, task in zip(tickets, tasks, strict=True):
             self._tickets[t.ticket], self._tasks[t.ticket], self._since[t.ticket] = t, task, self._now
+
+    def _request(self, t: Ticket, task: Task) -> Request:
+        prompt, g = self._encode(task), self._config.num_generations_per_prompt
+        return Request(t.ticket, t.task_id, t.visit, Purpose.TRAIN, prompt, g, self._params)
 
     def _encode(self, task: Task) -> list[int]:
         try:
@@ -169,7 +174,7 @@ class Producer:
     def cancel(self, numbers: Sequence[int]) -> None:
         """Nobody waits for these groups any more."""
         gone = set(numbers)
-        self._sampler.cancel(numbers)
+        self._player.cancel(numbers)
         self._retries = [r for r in self._retries if r[1].ticket not in gone]
         self._awaited = {i: t for i, t in self._awaited.items() if t not in gone}
         for number in numbers:
@@ -193,9 +198,9 @@ class Producer:
         """One chunk of decoding, or a wait for verifiers; events in the order in which the controller takes them."""
         self.num_polls += 1
         events = self._watch_clock()
-        if self._sampler.num_in_flight:
+        if self._player.num_in_flight:
             begin = time.perf_counter()
-            groups = self._sampler.poll(self._min_groups)
+            groups = self._player.poll(self._min_groups)
             self.secs["sampler"] += time.perf_counter() - begin
             if groups is not None:
                 events += self.receive(groups)
@@ -219,6 +224,9 @@ class Producer:
         return [GroupsGenerated(tuple(groups.tickets_P[groups.valid_P].tolist()))]
 
     def _verify(self, groups: Groups) -> None:
+        played = self._player.take_scores(groups)
+        self._scores |= played
+        groups = dataclasses.replace(groups, valid_P=groups.valid_P & ~np.isin(groups.tickets_P, list(played)))
         mine = groups.tickets_P[groups.valid_P & groups.owned_P].tolist()
         ids = {t: _ATTEMPT * (self._tickets[t].attempts - 1) + t for t in mine}
         self._awaited |= {i: t for t, i in ids.items()}
@@ -262,13 +270,13 @@ class Producer:
     def _due(self) -> list[Groups]:
         """The sets that are judged now, complete with their scores."""
         if self._in_rounds:
-            if self._sampler.num_in_flight or self._retries:
+            if self._player.num_in_flight or self._retries:
                 return []
             num = len(self._handed_over)
         elif self._config.schedule.clock == "wall":
             return self._scored()
         else:
-            last = self.num_polls if not self._sampler.num_in_flight else self.num_polls - 1
+            last = self.num_polls if not self._player.num_in_flight else self.num_polls - 1
             num = sum(h.poll <= last for h in self._handed_over)
         due = [self._handed_over.popleft().groups for _ in range(num)]
         while self._problem is None and any(not self._has_scores(groups) for groups in due):
@@ -282,7 +290,7 @@ class Producer:
             self._problem is None and not self._has_scores(self._handed_over[0].groups)
         ):
             due.append(self._handed_over.popleft().groups)
-        if not due and self._handed_over and not self._sampler.num_in_flight:
+        if not due and self._handed_over and not self._player.num_in_flight:
             self._collect(lambda: self._verifiers.wait(0.02))
         return due
 
@@ -396,6 +404,8 @@ class Producer:
                 for h in self._handed_over
             ],
             "too_long": [t.ticket for t in self._too_long],
+            "scores": [[t, [list(r) for r in s.rewards], list(s.statuses)] for t, s in self._scores.items()],
+            "turns": self._player.state_dict(),
             "num_polls": self.num_polls,
         }
 
@@ -413,4 +423,10 @@ class Producer:
             host = [local_rows(getattr(payload, name)) for name in ("tokens_PGT", "length_PG", "finish_PG")]
             groups = Groups(payload, *(np.array(m) for m in masks), *host)
             self._handed_over.append(HandedOver(groups, poll))
-            self._verify(groups)
+        for ticket, rewards, statuses in state["scores"]:
+            self._scores[ticket] = Scores(ticket, tuple(Reward(*r) for r in rewards), tuple(map(Status, statuses)))
+        for handed in self._handed_over:
+            known_P = np.isin(handed.groups.tickets_P, list(self._scores))
+            self._verify(dataclasses.replace(handed.groups, valid_P=handed.groups.valid_P & ~known_P))
+        openings = [self._request(self._tickets[t], self._tasks[t]) for t in state["turns"]["openings"]]
+        self._player.load_state_dict(state["turns"], self._tasks, openings)

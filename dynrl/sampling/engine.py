@@ -221,9 +221,9 @@ class SlotEngine:
             raise ValueError(f"extend of ticket {ticket}, sample {sample}: {problem}")
         self._follow_up.extend(ticket, sample, Extension(slot, [int(t) for t in tokens], limit))
 
-    def finish(self, ticket: int, sample: int) -> None:
-        """Ends a rollout that waits after a turn. Raises ValueError when it does not wait."""
-        self._follow_up.finish(ticket, sample)
+    def finish(self, ticket: int, sample: int, truncated: bool = False) -> None:
+        """Ends a rollout that waits after a turn, if `truncated` for want of room. ValueError when it does not wait."""
+        self._follow_up.finish(ticket, sample, truncated)
 
     def poll(self, min_groups: int = 1) -> Groups | None:
         """Waits for the chunk in progress, starts the next one, and returns groups of one size that are finished.

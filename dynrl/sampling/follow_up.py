@@ -169,11 +169,11 @@ class FollowUp:
         self._drop_turn(ticket, sample)
         self.extensions.append(extension)
 
-    def finish(self, ticket: int, sample: int) -> None:
+    def finish(self, ticket: int, sample: int, truncated: bool) -> None:
         """Ends a rollout that waits."""
         slot, rollout = self.held(ticket, sample)
         self._drop_turn(ticket, sample)
-        self._table.finish(slot, rollout.ended)
+        self._table.finish(slot, int(Finish.LENGTH) if truncated else rollout.ended)
         self._release(slot)
 
     def take_turns(self) -> list[Turn]:

@@ -24,6 +24,7 @@ from dynrl.interrupt import Interrupt
 from dynrl.loop import Loop, run
 from dynrl.models import sharding
 from dynrl.rollout.producer import Producer
+from dynrl.rollout.turns import TurnPlayer
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import Groups, Payload
 
@@ -192,9 +193,14 @@ def own_row_hashes(mesh, batch):
     return {int(i): hashes[i] for i in np.flatnonzero(owned)}
 
 
+def with_sampler(parts: Parts, sampler) -> Parts:
+    player = TurnPlayer(sampler, None, parts.tokenizer, {}, (), 0)
+    return dataclasses.replace(parts, sampler=sampler, player=player)
+
+
 def producer_of(parts: Parts) -> Producer:
     return Producer(
-        parts.config, parts.sampler, parts.verifiers, parts.judge, parts.buffer, parts.tokenizer, parts.store, True
+        parts.config, parts.player, parts.verifiers, parts.judge, parts.buffer, parts.tokenizer, parts.store, True
     )
 
 
@@ -205,7 +211,7 @@ def record(spec, folder):
     def parts_of(config):
         parts = build(config)
         recorders.append(Recorder(parts.sampler))
-        parts = dataclasses.replace(parts, sampler=recorders[-1])
+        parts = with_sampler(parts, recorders[-1])
         return witness.watch(dataclasses.replace(parts, producer=producer_of(parts)))
 
     for num_steps in (0, spec["config"]["num_steps"]):
@@ -227,7 +233,7 @@ def replay(spec, folder):
         def parts_of(config, witness=witness):
             sampler = Replayer(shared.sampler, shared.mesh, num_rows, spec["rollouts"])
             verifiers = Verifiers({shared.source.name: config.reward.verifier})
-            parts = dataclasses.replace(shared, sampler=sampler, verifiers=verifiers)
+            parts = with_sampler(dataclasses.replace(shared, verifiers=verifiers, pools=[verifiers]), sampler)
             parts = dataclasses.replace(parts, producer=producer_of(parts))
             return witness.watch(parts, lambda num: os.kill(os.getpid(), signal.SIGINT))  # ends after the step
 

@@ -92,6 +92,31 @@ def test_resubmitted_work_is_conserved(config_of, tmp_path, mode):
     assert rows[-1]["ledger/trained"] == NUM_STEPS * 8
 
 
+@pytest.mark.parametrize("mode", ["rounds", "in_order"])
+def test_turns_go_on_where_they_were(config_of, tmp_path, mode):
+    """Rollouts of several turns: what the environment answered is neither trained nor asked for twice."""
+    schedule = {"name": "rounds"} if mode == "rounds" else MODES[mode]
+    config = config_of(
+        schedule, tasks__source="calculator", tasks__source_kwargs={"max_digits": 1, "max_terms": 3},
+        tasks__max_prompt_tokens=6, sampler__max_completion_tokens=20, reward__verifier="user_code:Talker",
+        num_generations_per_prompt=2, num_steps=4,
+    )  # fmt: skip
+    whole = run(config, tmp_path / "whole")
+    rows = rows_of(tmp_path / "whole")
+    assert [r["run/step"] for r in rows] == list(range(5))
+    assert all(r["run/recompiles"] == 0 for r in rows[1:])
+    target = tmp_path / "again"
+    shutil.copytree(tmp_path / "whole" / "checkpoints" / "2", target / "checkpoints" / "2")
+    shutil.copy(tmp_path / "whole" / "metrics.jsonl", target)
+    saved = in_flight_at(target, 2)
+    assert (saved is None) == (mode == "rounds")
+    if saved:
+        assert saved["producer"]["turns"]["texts"]
+    again = run(config, target)
+    assert rows_of(target) == rows
+    jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
+
+
 def test_sampling_on_devices_of_its_own(config_of, tmp_path):
     """Four devices train while four sample; what they make is the same run from any checkpoint."""
     config = config_of(MODES["in_order async"], schedule__sampler_devices=4, mesh__data=4)

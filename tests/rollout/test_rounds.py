@@ -17,6 +17,7 @@ from dynrl.rollout.judge import Judge
 from dynrl.rollout.ledger import Ticket
 from dynrl.rollout.producer import Producer
 from dynrl.rollout.records import STATUSES, Records, gather, records_of
+from dynrl.rollout.turns import TurnPlayer
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import Finish, Groups, Payload, Purpose, Reward, SamplingParams, Scores, Status, Task, Verdict
 
@@ -126,8 +127,13 @@ def tickets(*numbers):
     return [Ticket(n, task_id=n, visit=3, version=0, step=1, replacement_index=0) for n in numbers]
 
 
+def player(sampler: Any) -> TurnPlayer:
+    """Of tasks none of which is an environment."""
+    return TurnPlayer(sampler, None, TOKENIZER, {}, (), 0)
+
+
 def make_producer(parts, sampler, verifiers, run=None) -> Producer:
-    fakes: Any = (sampler, verifiers, *parts, TOKENIZER, Store())
+    fakes: Any = (player(sampler), verifiers, *parts, TOKENIZER, Store())
     return Producer(run or config(), *fakes, in_rounds=True)
 
 

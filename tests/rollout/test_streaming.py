@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from etils import epath
-from test_rounds import TOKENIZER, G, L, ScriptedSampler, ScriptedVerifiers, Store, T, config, tickets
+from test_rounds import TOKENIZER, G, L, ScriptedSampler, ScriptedVerifiers, Store, T, config, player, tickets
 
 from dynrl.journal import Journal
 from dynrl.rollout import producer as producer_module
@@ -81,7 +81,7 @@ def streaming(parts, sampler, verifiers, clock="logical", **failure):
     parts[1].free(parts[1].tickets)
     schedule = {"name": "ready_first", "clock": clock, "mode": "async" if clock == "wall" else "streaming"}
     run = config(schedule=schedule, rollout_failure=failure)
-    fakes: Any = (sampler, verifiers, *parts, TOKENIZER, Store())
+    fakes: Any = (player(sampler), verifiers, *parts, TOKENIZER, Store())
     return Producer(run, *fakes, in_rounds=False)
 
 

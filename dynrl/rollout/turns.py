@@ -1,0 +1,280 @@
+"""Plays turns: rollouts whose task is an environment go on with what it answers.
+
+The player stands before the sampler, for training and evaluation alike. A turn that ended in one poll is judged by
+worker processes while others decode, and answered at the beginning of the next poll: so the same run takes the same
+turns again (law 7). Sampled ids stay as they were sampled; the environment's own tokens are masked from the loss by
+the sampler.
+
+Where there are several processes, each has its share of the turns judged, and all hear of all answers (law 4).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dynrl.models.tokenizer import Tokenizer
+from dynrl.sampling.engine import SlotEngine
+from dynrl.sampling.follow_up import Turn
+from dynrl.tasks.environments import Environment, turn_result, turns_text
+from dynrl.tasks.rewards import metric_value
+from dynrl.tasks.verifiers import Verifiers
+from dynrl.types import Finish, Groups, Request, Reward, Scores, Status, Task
+
+_STATUSES = tuple(Status)
+_OPENING = -1  # in the place of a sample: what the environment says first
+_ROWS = 64  # turns whose answers are gathered at once
+
+
+@dataclasses.dataclass
+class _Answer:
+    """What an environment said to a turn."""
+
+    status: Status
+    done: bool
+    rewards: list[float]  # by name
+    tokens: list[int]
+
+
+class TurnPlayer:
+    """A sampler whose requests come with their tasks.
+
+    Args:
+      sampler: the slot engine.
+      verifiers: a pool for turns alone; None where no task is an environment.
+      tokenizer: decodes turns, encodes observations.
+      environments: by source.
+      names: rewards that are wanted, "score" or components.
+      max_tokens: of one observation.
+    """
+
+    def __init__(
+        self, sampler: SlotEngine, verifiers: Verifiers | None, tokenizer: Tokenizer,
+        environments: Mapping[str, type[Environment]], names: Sequence[str], max_tokens: int,
+    ) -> None:  # fmt: skip
+        self.sampler = sampler
+        self._verifiers, self._tokenizer, self._environments = verifiers, tokenizer, environments
+        self._names, self._max_tokens = list(dict.fromkeys(["score", *names])), max_tokens
+        self._tasks: dict[int, Task] = {}  # by ticket, of those that are played
+        self._openings: dict[int, Request] = {}  # that wait for the environment's first words
+        self._texts: dict[tuple[int, int], list[str]] = {}  # the turns so far, by ticket and sample
+        self._answers: dict[tuple[int, int], _Answer] = {}  # the last one
+        self._ended: list[Turn] = []  # since the last poll
+        self._pending: dict[int, tuple[int, int]] = {}  # by number with the verifiers
+        self._results: dict[tuple[int, int], tuple[Reward, Status]] = {}
+        self._submitted = 0
+        self.turns = 0  # of training and evaluation, of this process's life
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups submitted and not yet returned or cancelled."""
+        return self.sampler.num_in_flight + len(self._openings)
+
+    def plays(self, task: Task) -> bool:
+        """Whether a task is an environment."""
+        return task.source in self._environments
+
+    def submit(self, requests: Sequence[Request], tasks: Sequence[Task]) -> None:
+        """Queues requests; see `Sampler.submit`."""
+        plain = []
+        for request, task in zip(requests, tasks, strict=True):
+            environment = self._environments.get(task.source)
+            if environment is None:
+                plain.append(request)
+                continue
+            self._tasks[request.ticket] = task
+            strings = (*request.params.stop_strings, *environment.stop_strings)
+            params = dataclasses.replace(request.params, stop_strings=tuple(dict.fromkeys(strings)))
+            played = dataclasses.replace(request, params=params, multi_turn=True)
+            if environment.has_opening:
+                self._openings[request.ticket] = played
+                self._judge(request.ticket, _OPENING, [])
+            else:
+                plain.append(played)
+        if plain:
+            self.sampler.submit(plain)
+
+    def cancel(self, tickets: Sequence[int]) -> None:
+        """Drops the named groups."""
+        self.sampler.cancel(tickets)
+        gone = set(tickets)
+        for ticket in tickets:
+            self._tasks.pop(ticket, None)
+            self._openings.pop(ticket, None)
+        for known in (self._texts, self._answers, self._results):
+            for key in [k for k in known if k[0] in gone]:
+                del known[key]
+        self._pending = {i: key for i, key in self._pending.items() if key[0] not in gone}
+        self._ended = [t for t in self._ended if t.ticket not in gone]
+
+    def poll(self, min_groups: int = 1) -> Groups | None:
+        """Answers the turns that ended by the last poll, and polls the sampler."""
+        if self._ended or self._openings:
+            self._answer()
+        groups = self.sampler.poll(min_groups)
+        if self._environments:
+            self._hear(self.sampler.take_turns())
+        return groups
+
+    def take_scores(self, groups: Groups) -> dict[int, Scores]:
+        """The rewards of handed-over groups that were played, by ticket."""
+        scores = {}
+        for i in np.flatnonzero(groups.valid_P):
+            ticket = int(groups.tickets_P[i])
+            if self._tasks.pop(ticket, None) is None:
+                continue
+            rewards, statuses = [], []
+            for sample in range(groups.host_length_PG.shape[1]):
+                self._texts.pop((ticket, sample), None)
+                answer = self._answers.pop((ticket, sample), None)
+                status = Status.SAMPLER if answer is None else answer.status  # what failed ended no turn
+                values = [float("nan")] * len(self._names) if answer is None else answer.rewards
+                rewards.append(Reward(values[0], dict(zip(self._names[1:], values[1:], strict=True))))
+                statuses.append(status)
+            scores[ticket] = Scores(ticket, tuple(rewards), tuple(statuses))
+        return scores
+
+    # ---- Turns ----
+
+    def _hear(self, turns: Sequence[Turn]) -> None:
+        self._ended += turns
+        self.turns += len(turns)
+        for t in turns:
+            texts = self._texts.setdefault((t.ticket, t.sample), [])
+            texts.append(self._tokenizer.decode(t.tokens))
+            self._judge(t.ticket, t.sample, texts)
+
+    def _judge(self, ticket: int, sample: int, texts: Sequence[str]) -> None:
+        """Has a turn judged, by the process whose turn it is."""
+        assert self._verifiers is not None
+        if ticket % jax.process_count() != jax.process_index():
+            return
+        self._submitted += 1
+        self._pending[self._submitted] = ticket, sample
+        self._verifiers.submit(self._submitted, self._tasks[ticket], [turns_text(texts)])
+
+    def _answer(self) -> None:
+        """Waits for the judgements, and tells the sampler how each rollout goes on."""
+        keys = [*((ticket, _OPENING) for ticket in self._openings), *((t.ticket, t.sample) for t in self._ended)]
+        turns: list[Turn | None] = [*[None] * len(self._openings), *self._ended]
+        self._ended, answers = [], self._gathered(keys)
+        for (ticket, sample), turn, answer in zip(keys, turns, answers, strict=True):
+            if turn is None:
+                self._open(self._openings.pop(ticket), answer)
+                continue
+            self._answers[ticket, sample] = answer
+            room = turn.room > len(answer.tokens)
+            if answer.done or turn.finish is Finish.LENGTH or not (answer.tokens and room):
+                self.sampler.finish(ticket, sample, truncated=not answer.done)
+            else:
+                self.sampler.extend(ticket, sample, answer.tokens)
+
+    def _open(self, request: Request, answer: _Answer) -> None:
+        """What the environment says first belongs to the prompt."""
+        if answer.status is not Status.OK:  # every rollout of the group is lost
+            for sample in range(request.num_samples):
+                self._answers[request.ticket, sample] = answer
+        self.sampler.submit([dataclasses.replace(request, prompt=[*request.prompt, *answer.tokens])])
+
+    def _gathered(self, keys: Sequence[tuple[int, int]]) -> list[_Answer]:
+        """Answers by key, on every process; a problem of one process is raised on all."""
+        own, problem = [], None
+        try:
+            self._wait()
+            own = [self._own_answer(key) for key in keys]
+        except Exception as raised:
+            problem = raised
+        if jax.process_count() == 1:
+            if problem is not None:
+                raise problem
+            return [answer for answer in own if answer is not None]
+        return self._exchange(own, len(keys), problem)
+
+    def _wait(self) -> None:
+        assert self._verifiers is not None
+        while self._pending:
+            for scores in self._verifiers.wait(1.0):
+                key = self._pending.pop(scores.ticket, None)
+                if key is not None:
+                    self._results[key] = scores.rewards[0], scores.statuses[0]
+
+    def _own_answer(self, key: tuple[int, int]) -> _Answer | None:
+        found = self._results.pop(key, None)
+        if found is None:
+            return None
+        reward, status = found
+        observation, done = turn_result(reward, status)
+        task = self._tasks[key[0]]
+        try:
+            tokens = self._tokenizer.encode(observation)
+            if len(tokens) > self._max_tokens:
+                raise ValueError(f"{len(tokens)} tokens are more than the {self._max_tokens} that there is room for")
+        except ValueError as error:
+            raise ValueError(
+                f"environment of source {task.source}, task {task.task_id}: observation {observation!r}: {error}"
+            ) from error
+        if status is Status.OK:
+            rewards = [metric_value(reward, name) for name in self._names]
+        else:
+            rewards = [0.0 if status.live else float("nan")] * len(self._names)
+        return _Answer(status, done, rewards, tokens)
+
+    def _exchange(self, own: Sequence[_Answer | None], num: int, problem: Exception | None) -> list[_Answer]:
+        """Rows of fixed shape, each from the process that has it: the sum of bits is exact."""
+        from jax.experimental import multihost_utils
+
+        k, out = len(self._names), []
+        for first in range(0, max(num, 1), _ROWS):
+            rows = np.zeros((_ROWS + 1, 3 + k + self._max_tokens), np.int32)
+            rows[-1] = problem is not None
+            for i, answer in enumerate(own[first : first + _ROWS]):
+                if answer is not None:
+                    bits = np.array(answer.rewards, np.float32).view(np.int32)
+                    head = [_STATUSES.index(answer.status), answer.done, len(answer.tokens), *bits, *answer.tokens]
+                    rows[i, : len(head)] = head
+            total = np.asarray(multihost_utils.process_allgather(rows)).sum(axis=0, dtype=np.int32)
+            if problem is not None:
+                raise problem
+            if total[-1, 0]:
+                raise RuntimeError("the environments' workers failed on another process; its log says how")
+            for row in total[: min(num - first, _ROWS)]:
+                rewards = np.ascontiguousarray(row[3 : 3 + k]).view(np.float32).tolist()
+                tokens = row[3 + k : 3 + k + row[2]].tolist()
+                out.append(_Answer(_STATUSES[row[0]], bool(row[1]), rewards, tokens))
+        return out
+
+    def warm_up(self) -> None:
+        """Compiles the program that processes exchange answers with."""
+        if self._environments and jax.process_count() > 1:
+            self._exchange([], 0, None)
+
+    # ---- Checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able. What is with the verifiers is judged again after a restart."""
+        answers = [[*key, a.status, a.done, a.rewards, a.tokens] for key, a in self._answers.items()]
+        return {
+            "tickets": list(self._tasks),
+            "texts": [[*key, texts] for key, texts in self._texts.items()],
+            "answers": answers,
+            "ended": [list(t) for t in self._ended],
+            "openings": list(self._openings),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], tasks: Mapping[int, Task], requests: Sequence[Request]) -> None:
+        """The inverse.
+
+        Args:
+          state: of `state_dict`.
+          tasks: by ticket, of what is in flight.
+          requests: of the groups that wait for their openings.
+        """
+        self._tasks = {t: tasks[t] for t in state["tickets"]}
+        self._texts = {(t, s): list(texts) for t, s, texts in state["texts"]}
+        self._answers = {(t, s): _Answer(Status(status), *rest) for t, s, status, *rest in state["answers"]}
+        self._ended = [Turn(*fields, finish=Finish(finish)) for *fields, finish in state["ended"]]
+        for t in self._ended:
+            self._judge(t.ticket, t.sample, self._texts[t.ticket, t.sample])
+        self.submit(requests, [tasks[r.ticket] for r in requests])

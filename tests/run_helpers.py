@@ -30,7 +30,11 @@ def quick_build(config: RunConfig, num_devices: int = 1) -> dynrl.build.Parts:
     learning = repr([config.num_prompts_per_step, mapping["loss"], mapping["train"]])
 
     def make_sampler(config: Any, *parts: Any, **options: Any) -> Any:
-        return _once((key, "sampler"), lambda: _REAL["make_sampler"](config, *parts, **options))
+        sampler = _once((key, "sampler"), lambda: _REAL["make_sampler"](config, *parts, **options))
+        sampler.cancel(list(sampler._table.tickets()))  # what a run left that ended in the middle of it
+        while sampler._running is not None:
+            sampler.poll()
+        return sampler
 
     def jit_train_step(*args: Any) -> Any:
         return _once((key, learning, "step"), lambda: _REAL["jit_train_step"](*args))

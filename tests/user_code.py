@@ -4,6 +4,8 @@ The verifiers judge by a hash of prompt and completion. So a random policy has g
 test depends on what a policy learns. Verifier workers import this module, which must be light.
 """
 
+import os
+import time
 import zlib
 
 from dynrl.tasks.environments import Environment, Step
@@ -24,6 +26,17 @@ def never(task, text):
     return 0.0
 
 
+def skewed(task, text):
+    """As `coin` on the first process; on the second slower, right for one in five only, and at times it raises."""
+    number = zlib.crc32(f"{task.prompt} {text}".encode())
+    if os.environ.get("DYNRL_TEST_PROCESS") != "1":
+        return float(number & 1)
+    time.sleep(0.01)
+    if zlib.crc32(task.prompt.encode()) % 11 == 0:
+        raise RuntimeError("the judge is out")
+    return float(number % 5 == 0)
+
+
 def broken(task, text):
     """A verifier with a fault."""
     raise RuntimeError("the judge is out")
@@ -37,6 +50,25 @@ def in_bursts(stats, rewards_PG, live_PG):
     third = jnp.arange(stats.count.shape[0]) % 3 == 0
     signal = stats.max > stats.min
     return jnp.where(total % 4 == 0, False, jnp.where(total % 4 == 1, third & signal, signal))
+
+
+def stumbles(task, text):
+    """Raises for one task in ten."""
+    if zlib.crc32(task.prompt.encode()) % 10 == 0:
+        raise RuntimeError("the judge is out")
+    return coin(task, text)
+
+
+def hangs(task, text):
+    """Never comes back from one task in ten."""
+    if zlib.crc32(task.prompt.encode()) % 10 == 0:
+        time.sleep(60)
+    return coin(task, text)
+
+
+def hangs_always(task, text):
+    """Never comes back."""
+    time.sleep(60)
 
 
 class NumpySelector:

@@ -34,8 +34,11 @@ def slot_exhausted(state: ControllerState, ticket: Ticket) -> list[Command]:
     if policy == "short":
         state.why_short = f"{state.shortfall[step] + 1} slots used up {key}"
         return give_up_slot(state, step)
-    if policy == "relax" and _relax(state, 1, ticket.for_step):
-        return []
+    if policy == "relax":
+        if _relax(state, 1, ticket.for_step):
+            return []
+        if ticket.replacement_index <= 2 * limit:  # one that the filter refused may still come
+            return _vacant_again(state, ticket)
     return _raise(state, Exhausted(f"{why}; {_expected(state)}", advice))
 
 

@@ -7,25 +7,29 @@ Writes RESULT_<process id>.json beside the spec: what this process saw.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import signal
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
 from processes import join
 from run_helpers import row_hashes, wrap
 
+import dynrl.loop
 from dynrl.build import Parts, build
 from dynrl.config import from_mapping
 from dynrl.interrupt import Interrupt
 from dynrl.loop import Loop, run
 from dynrl.models import sharding
+from dynrl.rollout.controller import apply
 from dynrl.rollout.producer import Producer
 from dynrl.rollout.turns import TurnPlayer
-from dynrl.tasks.verifiers import Verifiers
+from dynrl.tasks.verifiers import VerifierPoolError, Verifiers
 from dynrl.types import Groups, Payload
 
 
@@ -273,6 +277,47 @@ def free(spec, folder):
     return result
 
 
+def skewed(spec, folder):
+    """Runs whose verifiers differ between the processes, in speed and in what they keep; in the last one they break.
+
+    What the controller was told is hashed at every sync point.
+    """
+    result = {}
+    for name, overrides in spec["parts"]:
+        digests = []
+
+        def noted(state, event, digests=digests):
+            digests.append(hashlib.sha256(f"{digests[-1:]}{event}".encode()).hexdigest())
+            return apply(state, event)
+
+        def parts_of(config, breaks=name == "broken"):
+            parts = build(config)
+            if breaks and jax.process_index() == 1:
+                wrap(parts.verifiers, "submit", lambda original: breaks_after(12, original))
+            return parts
+
+        config = from_mapping(spec["config"] | overrides)
+        error = ""
+        with mock.patch.object(dynrl.loop, "apply", noted):
+            try:
+                reason = run(config, str(folder / name), (), parts_of).reason
+            except RuntimeError as raised:
+                reason, error = "", str(raised)
+        result[name] = {"digests": digests, "reason": reason, "error": error}
+    return result
+
+
+def breaks_after(num, original):
+    calls = itertools.count()
+
+    def submit(*args):
+        if next(calls) >= num:
+            raise VerifierPoolError("no worker is left")
+        return original(*args)
+
+    return submit
+
+
 def _path(path):
     from etils import epath
 
@@ -283,7 +328,8 @@ def main():
     spec_path, process = Path(sys.argv[1]), int(sys.argv[2])
     spec = json.loads(spec_path.read_text())
     join(spec, process)
-    mode = {"record": record, "replay": replay, "free": free}[spec["mode"]]
+    os.environ["DYNRL_TEST_PROCESS"] = str(process)  # verifier workers inherit it
+    mode = {"record": record, "replay": replay, "free": free, "skewed": skewed}[spec["mode"]]
     result = mode(spec, spec_path.parent)
     (spec_path.parent / f"RESULT_{process}.json").write_text(json.dumps(result))
 

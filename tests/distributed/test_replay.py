@@ -106,3 +106,27 @@ def test_two_processes_run_resume_and_stop_together(mapping, cache, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [r["run/step"] for r in rows] == list(range(8))
     assert rows[0]["eval/main/pass_at_1"] is not None
+
+
+@pytest.mark.slow
+def test_skewed_processes_take_the_same_events_and_break_together(mapping, cache, tmp_path):
+    streaming = {"name": "in_order", "max_lookahead_versions": 1}
+    parts = {
+        "rounds": {"schedule": {"name": "rounds"}},
+        "streaming": {"schedule": streaming},
+        "async": {"schedule": {**streaming, "mode": "async", "chunks_per_update": 2}},
+        "broken": {"schedule": streaming},
+    }
+    config = mapping | {"num_steps": 4, "reward": mapping["reward"] | {"verifier": "user_code:skewed"}}
+    spec = {"mode": "skewed", "config": config, "parts": list(parts.items())}
+    first, second = work(WORKER, tmp_path, cache, spec, 2, 4)
+    for name in parts:
+        a, b = first[name], second[name]
+        if name != "broken":
+            assert a == b, name
+            assert a["reason"] == "all 4 steps were made", a
+            assert len(a["digests"]) > 10
+        else:  # as far as both came
+            assert a["digests"] == b["digests"]
+            assert "no worker is left" in b["error"]
+            assert "on another process; its log says how" in a["error"]

@@ -1,8 +1,10 @@
 """The quickstart, dapo beside grpo, over several seeds: accuracy gained, and steps, tokens and seconds to a target.
 
     python tests/benchmarks/bench_quickstart.py --seeds 0 1 2 --workdir runs/bench_quickstart
+    python tests/benchmarks/bench_quickstart.py --arms grpo dapo in_order ready_first weight_fifo windowed \
+        in_order_async ready_first_async
 
-The target is the accuracy that grpo ends with, per seed. Both arms start from the same warm start. Finished runs in
+The target is the accuracy that grpo ends with, per seed. All arms start from the same warm start. Finished runs in
 the workdir are read, not made again.
 """
 
@@ -15,7 +17,26 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ARMS = ("grpo", "dapo")
+STREAMING = ["--config.dynamic_sampling.oversample=adaptive", "--config.dynamic_sampling.refill=deficit"]
+ASYNC = ["--config.schedule.mode=async"]
+
+
+def schedule(name: str, key: str, versions: int) -> list[str]:
+    """Overrides for a schedule without rounds."""
+    return [*STREAMING, f"--config.schedule.name={name}", f"--config.schedule.{key}={versions}"]
+
+
+# Algorithm of the configuration, and overrides.
+ARMS: dict[str, tuple[str, list[str]]] = {
+    "grpo": ("grpo", []),
+    "dapo": ("dapo", []),  # rounds
+    "in_order": ("dapo", schedule("in_order", "max_lookahead_versions", 1)),
+    "ready_first": ("dapo", schedule("ready_first", "max_staleness_versions", 1)),
+    "weight_fifo": ("dapo", schedule("weight_fifo", "max_staleness_versions", 1)),
+    "windowed": ("dapo", schedule("windowed", "max_staleness_versions", 1)),
+    "in_order_async": ("dapo", [*schedule("in_order", "max_lookahead_versions", 1), *ASYNC]),
+    "ready_first_async": ("dapo", [*schedule("ready_first", "max_staleness_versions", 2), *ASYNC]),
+}
 
 
 def run(arm: str, seed: int, workdir: Path, overrides: list[str]) -> float:
@@ -24,7 +45,10 @@ def run(arm: str, seed: int, workdir: Path, overrides: list[str]) -> float:
     if not done.exists():
         workdir.mkdir(parents=True, exist_ok=True)
         begin = time.perf_counter()
-        command = [sys.executable, "launch/train.py", f"--config=configs/quickstart.py:{arm}", f"--workdir={workdir}"]
+        algorithm, own = ARMS[arm]
+        overrides = [*own, *overrides]
+        command = [sys.executable, "launch/train.py", f"--config=configs/quickstart.py:{algorithm}"]
+        command.append(f"--workdir={workdir}")
         with (workdir / "log.txt").open("w") as log:
             subprocess.run(
                 [*command, f"--config.seed={seed}", *overrides], cwd=ROOT, check=True, stdout=log, stderr=log
@@ -55,13 +79,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workdir", type=Path, default=ROOT / "runs" / "bench_quickstart")
+    parser.add_argument("--arms", nargs="+", default=["grpo", "dapo"], choices=list(ARMS), help="grpo among them")
     parser.add_argument("overrides", nargs="*", help="passed on, such as --config.num_steps=50 (after --)")
     args = parser.parse_args()
-    gains: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    reached: dict[str, list[dict]] = {arm: [] for arm in ARMS}
+    gains: dict[str, list[float]] = {arm: [] for arm in args.arms}
+    reached: dict[str, list[dict]] = {arm: [] for arm in args.arms}
     for seed in args.seeds:
         results = {}
-        for arm in ARMS:
+        for arm in args.arms:
             workdir = args.workdir.resolve() / f"{arm}_{seed}"
             secs = run(arm, seed, workdir, args.overrides)
             results[arm] = read(workdir)
@@ -72,11 +97,11 @@ def main() -> None:
             line |= {"steps": rows[-1]["run/step"], "tokens": rows[-1]["run/generated_tokens"]}
             print(json.dumps(line | {"recompiles": rows[-1]["run/recompiles"]}), flush=True)
         target = results["grpo"][1][-1]["eval/main/pass_at_1"]
-        for arm in ARMS:
+        for arm in args.arms:
             found = reach(results[arm], target)
             reached[arm].append(found)
             print(json.dumps({"name": f"to_grpo_accuracy_{arm}_seed{seed}", "target": target, **found}), flush=True)
-    for arm in ARMS:
+    for arm in args.arms:
         mean = statistics.mean(gains[arm])
         goal = {"goal": 0.2, "ok": mean >= 0.2} if arm == "dapo" else {}
         print(json.dumps({"name": f"accuracy_gain_{arm}", "value": mean, **goal}))

@@ -115,12 +115,12 @@ def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:
 
 def _judged(state: ControllerState, event: GroupsJudged) -> list[Command]:
     ledger, commands = state.ledger, []
+    ledger.check_running(j.ticket for j in event.judgements)
     ended: dict[Verdict, list[Judgement]] = {verdict: [] for verdict in Verdict}
     for j in event.judgements:
         ended[j.verdict].append(j)
         if j.verdict is not Verdict.FAILED or j.pattern not in _OF_REWARDS:
             state.patterns[j.pattern] += 1
-    state.schedule.on_end([j.verdict for j in event.judgements])
     _kept(state, [j.ticket for j in ended[Verdict.KEPT]])
     commands += _filtered(state, ended[Verdict.FILTERED])
     if ended[Verdict.STALE]:
@@ -133,6 +133,8 @@ def _judged(state: ControllerState, event: GroupsJudged) -> list[Command]:
             commands += _failed(state, j.ticket, j.cause, judged=True)
         else:
             state.failed_in_row = 0
+    retried = ledger.open[Phase.IN_FLIGHT]
+    state.schedule.on_end([j.verdict for j in event.judgements if j.ticket not in retried])
     return commands
 
 
@@ -148,14 +150,11 @@ def _kept(state: ControllerState, numbers: list[int]) -> None:
 
 def _filtered(state: ControllerState, judgements: list[Judgement]) -> list[Command]:
     """Each leaves its place to a fresh draw. Where that may be needed, refused groups with signal are held."""
+    tickets: list[Ticket] = []
     if state.config.dynamic_sampling.on_exhausted == "relax":
-        held = [j for j in judgements if j.signal]
-        state.ledger.move([j.ticket for j in held], Phase.HELD)
-        state.held |= {j.ticket: j.spread for j in held}
-        tickets = [state.ledger.open[Phase.HELD][j.ticket] for j in held]
-        judgements = [j for j in judgements if not j.signal]
-    else:
-        tickets = []
+        held = _hold(state, [j for j in judgements if j.signal])
+        tickets += held.values()
+        judgements = [j for j in judgements if j.ticket not in held]
     tickets += state.ledger.end([j.ticket for j in judgements], dropped=Dropped.FILTERED)
     state.count(Verdict.FILTERED, tickets)
     commands: list[Command] = []
@@ -167,6 +166,15 @@ def _filtered(state: ControllerState, judgements: list[Judgement]) -> list[Comma
         else:
             commands += slot_exhausted(state, ticket)
     return commands + _let_go(state)
+
+
+def _hold(state: ControllerState, judgements: list[Judgement]) -> dict[int, Ticket]:
+    """Holds those of these groups that are not too old to be trained."""
+    ledger, oldest = state.ledger, state.schedule.oldest_version(state)
+    young = [j for j in judgements if ledger.running(j.ticket).version >= oldest]
+    ledger.move([j.ticket for j in young], Phase.HELD)
+    state.held |= {j.ticket: j.spread for j in young}
+    return {j.ticket: ledger.open[Phase.HELD][j.ticket] for j in young}
 
 
 def _let_go(state: ControllerState) -> list[Command]:
@@ -207,7 +215,7 @@ def _attempts_failed(state: ControllerState, event: AttemptsFailed) -> list[Comm
 def _failed(state: ControllerState, number: int, cause: str, judged: bool = False) -> list[Command]:
     """Tries again, under its own budget, or gives the group up."""
     budget, ledger = state.config.rollout_failure, state.ledger
-    ticket = ledger.open[ledger.phase_of(number)][number]
+    ticket = ledger.running(number)
     attempts = {"infra": budget.max_infra_attempts_per_prompt, "data": budget.max_data_attempts_per_prompt}
     if ticket.attempts < attempts.get(cause, 0):
         state.totals["retried_groups"] += 1
@@ -232,8 +240,8 @@ def _trained(state: ControllerState, event: StepTrained) -> list[Command]:
     state.training, state.train_note = False, ""
     state.step += 1
     state.version = event.version
-    if state.config.dynamic_sampling.surplus == "carry":
-        return []
+    if state.config.dynamic_sampling.surplus == "carry" or state.schedule.capabilities.stamps_steps:
+        return []  # what is stamped for later steps is no surplus
     return state.drop([t.ticket for t in state.ledger.in_order(Phase.READY)], Dropped.SURPLUS)
 
 
@@ -264,20 +272,20 @@ def _evict(state: ControllerState) -> list[Command]:
     if state.scanned_for != state.filling:
         state.scanned_for = state.filling
         oldest = state.schedule.oldest_version(state)
-        commands += _evict_as(state, [n for n, t in _ready(state).items() if t.version < oldest], Dropped.STALE)
+        ready = state.ledger.open[Phase.READY]
+        commands += _evict_as(state, [n for n, t in ready.items() if t.version < oldest], Dropped.STALE)
     return commands + _evict_as(state, state.schedule.evict(state), Dropped.EVICTED)
 
 
 def _evict_as(state: ControllerState, numbers: Sequence[int], reason: Dropped) -> list[Command]:
     if not numbers:
         return []
-    ready = _ready(state)
-    commands = [c for n in numbers for c in _vacate(state, ready[n], ready[n].replacement_index)]
-    return state.drop(numbers, reason) + commands
-
-
-def _ready(state: ControllerState) -> dict[int, Ticket]:
-    return state.ledger.open[Phase.READY]
+    ready = state.ledger.open[Phase.READY]
+    gone = [ready[n] for n in numbers]
+    commands = state.drop(numbers, reason)  # first, or one of them could be promoted
+    if reason is Dropped.EVICTED and not state.schedule.capabilities.stamps_steps:
+        return commands  # there were too many: nobody misses them
+    return commands + [c for t in gone for c in _vacate(state, t, t.replacement_index)]
 
 
 def _train(state: ControllerState, tickets: Sequence[int]) -> list[Command]:
@@ -288,6 +296,8 @@ def _train(state: ControllerState, tickets: Sequence[int]) -> list[Command]:
     state.unfilled_steps = 0
     commands: list[Command] = [Train(tuple(tickets), note), *state.begin_step()]
     if state.schedule.capabilities.stamps_steps:
+        if state.config.dynamic_sampling.surplus == "drop":
+            commands += state.drop(list(state.ledger.ready_of_step.get(step, ())), Dropped.SURPLUS)
         state.ledger.restamp(step, step + 1)
     state.vacancies.pop(step if state.schedule.capabilities.stamps_steps else -1, None)  # the step needs no more
     return commands
@@ -303,6 +313,8 @@ def _admit(state: ControllerState) -> list[Command]:
     if not stamps:
         return []
     exhausted = state.schedule.exhausted(state)
+    if exhausted is not None and state.training:
+        return []  # what is left over then may fill the step
     if exhausted is not None:
         return _retry_step(state, step_exhausted(state, exhausted))
     room = state.schedule.max_open - state.ledger.num_open

@@ -179,6 +179,18 @@ class Ledger:
         """The open tickets of a phase in dispatch order."""
         return sorted(self.open[phase].values())
 
+    def running(self, number: int) -> Ticket:
+        """A ticket that is in flight or being judged. Raises ValueError for any other."""
+        for phase in _RUNNING:
+            if (ticket := self.open[phase].get(number)) is not None:
+                return ticket
+        raise ValueError(f"ticket {number} is {self.phase_of(number)}: it has been judged already")
+
+    def check_running(self, numbers: Iterable[int]) -> None:
+        """Raises ValueError for a ticket that is neither in flight nor being judged."""
+        for number in numbers:
+            self.running(number)
+
     def phase_of(self, number: int) -> Phase:
         """Raises ValueError for a ticket that is not open."""
         for phase, tickets in self.open.items():

@@ -177,11 +177,12 @@ def data_ended(state: ControllerState) -> list[Command]:
         state.why_short[step] = f"the data ended with {len(ready)} of {state.batch_size} groups ready"
         state.shortfall[step] = state.batch_size - len(ready)
         return []
+    freed = [*state.drop(list(state.held), Dropped.FILTERED), *state.drop(ready, Dropped.SURPLUS)]
     made = f"the data ended after {state.step} of {state.config.num_steps} steps"
     filtered = ledger.dropped[Dropped.FILTERED]
     judged = max(ledger.dispatched, 1)
     why = f"{made}; of {ledger.dispatched} groups {filtered} carried no signal ({filtered / judged:.0%})"
-    return [*state.drop(list(state.held), Dropped.FILTERED), *state.drop(ready, Dropped.SURPLUS), *state.stop(why)]
+    return [*freed, *state.stop(why)]
 
 
 # ---- In words ----

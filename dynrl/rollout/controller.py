@@ -326,9 +326,6 @@ def _retry_step(state: ControllerState, commands: list[Command]) -> list[Command
     """Decides again, after a policy has changed what the step needs."""
     if state.stopped:
         return commands
-    tickets = state.schedule.select(state)
-    if tickets is not None:
-        return [*commands, *_train(state, tickets)]
-    if state.data_ended:
+    if state.data_ended and state.schedule.select(state) is None:
         raise RuntimeError(f"schedule {state.config.schedule.name!r} selects nothing, though nothing more will come")
     return [*commands, *_decide(state)]

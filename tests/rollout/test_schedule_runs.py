@@ -179,3 +179,86 @@ def check_whole(run):
 @given(WORLD, SCHEDULE, SAMPLING, POLICIES, FAILURE, max_examples=400)
 def test_random_runs_keep_the_books(world, schedule, sampling, policies, failure):
     check_whole(make_run(world, schedule, sampling, policies, failure, hook=watch).run())
+
+
+# ------------------------------------------------------------------------------------------------------- starvation
+
+
+@given(WORLD, SCHEDULE, SAMPLING, max_examples=150)
+def test_no_step_starves(world, schedule, sampling):
+    """Something is kept, data is endless, budgets are out of reach: every step closes, with B groups."""
+    world = world | {"num_tasks": None, "fail": min(world["fail"], 0.5), "lost": min(world["lost"], 0.5)}
+    budgets = {"max_num_gen_batches": 0, "max_replacements_per_slot": OUT_OF_REACH}
+    failure = {"max_skipped_prompts": OUT_OF_REACH, "max_consecutive_dropped_prompts": OUT_OF_REACH}
+    run = make_run(world, schedule, sampling, budgets, failure).run()
+    assert run.stop == Stop("all 4 steps were made", failed=False)
+    assert sizes(run) == [2 * world["batch_size"]] * 4
+    check_whole(run)
+
+
+# ----------------------------------------------------------------------------------------------------------- resume
+
+
+def every_event(snapshots, in_flight):
+    """A hook that takes a checkpoint after each event that one may follow."""
+
+    def hook(run):
+        failed = any(isinstance(c, Stop) and c.failed for c in run.queue)
+        # The sampler's work is part of a checkpoint once the sampler has it.
+        if not failed and not (in_flight and any(isinstance(c, Dispatch) for c in run.queue)):
+            snapshots.append((run.snapshot(), run.training is not None))
+
+    return hook
+
+
+def spread_out(items, num):
+    return items[:: max(1, len(items) // num)] + items[-1:]
+
+
+@given(WORLD, SCHEDULE, SAMPLING, POLICIES, FAILURE, max_examples=50)
+def test_with_the_samplers_work_kept_everything_after_is_the_same(world, schedule, sampling, policies, failure):
+    snapshots = []
+    arguments = world, schedule, sampling, policies, failure, 3
+    whole = make_run(*arguments, hook=every_event(snapshots, in_flight=True)).run()
+    for snapshot, training in spread_out(snapshots, 60):
+        again = whole.resumed(snapshot, in_flight=True)
+        again.run(Resumed(in_flight=True))
+        made_again = [c for c in whole.executed[: snapshot[-1]] if isinstance(c, Train)][-1:] if training else []
+        assert again.executed == made_again + whole.executed[snapshot[-1] :]
+        assert (again.tickets, again.trains, again.ages) == (whole.tickets, whole.trains, whole.ages)
+        assert again.state.state_dict() == whole.state.state_dict()
+
+
+@given(WORLD, SCHEDULE, SAMPLING, POLICIES, FAILURE, max_examples=50)
+def test_with_work_in_flight_dispatched_again_the_books_hold(world, schedule, sampling, policies, failure):
+    """Other groups may be ready first, so that batches differ; none is trained twice, and the run comes to an end."""
+    snapshots = []
+    arguments = world, schedule, sampling, policies, failure, 3
+    whole = make_run(*arguments, hook=every_event(snapshots, in_flight=False)).run()
+    for snapshot, _ in spread_out(snapshots, 40):
+        check_whole(whole.resumed(snapshot).run())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_state_is_bounded_by_what_is_open(name, mode):
+    """Over 200 steps only the digits of the counts grow."""
+    largest = Counter()
+
+    def hook(run):
+        if run.state.step % 10 == 0 or run.state.training:
+            state = run.state.state_dict()
+            largest[run.state.step // 50] = max(largest[run.state.step // 50], len(json.dumps(state)))
+
+    options = {"oversample": 1.5, "max_surplus_age_versions": 2, "max_num_gen_batches": 0, "on_exhausted": "relax"}
+    budgets = {"max_replacements_per_slot": OUT_OF_REACH}
+    failure = {"max_skipped_prompts": OUT_OF_REACH, "max_consecutive_dropped_prompts": OUT_OF_REACH}
+    schedule = {"name": name, "mode": mode, "max_lookahead_versions": 1, "max_staleness_versions": 1}
+    world = {
+        "batch_size": 2, "updates": 1, "keep": 0.6, "fail": 0.05, "stale": 0.02, "lost": 0.05, "num_tasks": None,
+        "train_ticks": 20, "seed": 3,
+    }  # fmt: skip
+    run = make_run(world, schedule, options, budgets, failure, 200, hook).run()
+    assert run.stop == Stop("all 200 steps were made", failed=False)
+    # Each open ticket holds five numbers that may have grown by two digits; each cohort and each total some more.
+    assert largest[3] <= largest[1] + run.state.schedule.max_open * 5 * 2 + 200

@@ -262,3 +262,216 @@ def test_state_is_bounded_by_what_is_open(name, mode):
     assert run.stop == Stop("all 200 steps were made", failed=False)
     # Each open ticket holds five numbers that may have grown by two digits; each cohort and each total some more.
     assert largest[3] <= largest[1] + run.state.schedule.max_open * 5 * 2 + 200
+
+
+# ----------------------------------------------------------------------------------- events in any order that is legal
+
+MACHINE = st.fixed_dictionaries(
+    {
+        "on_exhausted": st.sampled_from(["short", "relax", "carry"]),
+        "max_num_gen_batches": st.sampled_from([0, 3]),
+        "max_replacements_per_slot": st.integers(1, 4),
+        "max_consecutive_unfilled_steps": st.just(OUT_OF_REACH),
+    }
+)
+VERDICTS = st.sampled_from([KEPT, KEPT, KEPT, FILTERED, FILTERED, FAILED, STALE])
+
+
+def identities(tickets):
+    """What no schedule changes; the step that a group is for may be another tomorrow."""
+    return {number: ticket._replace(for_step=-1) for number, ticket in tickets.items()}
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """The controller under events as nobody would have planned them, with a book beside it."""
+
+    num_data = 80
+
+    @initialize(
+        schedule=SCHEDULE, sampling=SAMPLING, policies=MACHINE, failure=FAILURE, updates=st.integers(1, 2),
+        half=st.integers(1, 2),
+    )  # fmt: skip
+    def begin(self, schedule, sampling, policies, failure, updates, half):
+        failure = failure | {"max_skipped_prompts": 200, "max_consecutive_dropped_prompts": 200}
+        options = {"num_minibatches": updates}
+        self.config = make_config(6, 2 * half, failure, schedule, options, **sampling, **policies)
+        self.state = initial_state(self.config)
+        self.running, self.generated = {}, set()  # tickets
+        self.buffer = {}  # ticket -> payload
+        self.draw = self.train = self.stop = None
+        self.opened, self.drawn, self.trained, self.versions = 0, 0, set(), 0
+        self.gone = Counter()
+        self.do(Resumed())
+
+    def do(self, event):
+        self.state, commands = apply(self.state, event)
+        for command in commands:
+            match command:
+                case Draw(num):
+                    assert self.draw is None
+                    assert num > 0
+                    self.draw = num
+                case Dispatch(tickets):
+                    for ticket in tickets:
+                        self.opened += ticket.ticket == self.opened
+                        self.running[ticket.ticket] = ticket
+                        self.generated.discard(ticket.ticket)
+                case Retry(ticket, delay):
+                    assert delay > 0
+                    assert ticket.attempts == self.running[ticket.ticket].attempts + 1
+                    self.running[ticket.ticket] = ticket
+                    self.generated.discard(ticket.ticket)
+                case Cancel(tickets):
+                    for number in tickets:
+                        self.gone["failed"] += 1
+                        del self.running[number]
+                        self.generated.discard(number)
+                case Free(tickets):
+                    for number in tickets:
+                        self.gone["freed"] += 1
+                        del self.buffer[number]
+                case Train(tickets, note):
+                    assert self.train is None
+                    assert len(tickets) == self.config.num_prompts_per_step or note.removeprefix("short step: ")
+                    assert 0 < len(tickets) <= self.config.num_prompts_per_step
+                    assert not self.trained & set(tickets)
+                    start, bound = self.state.step * self.config.versions_per_step, staleness_bound(self.config)
+                    for number in tickets:
+                        ticket = self.state.ledger.open[Phase.TRAINING][number]
+                        assert self.buffer[number] == payload_of(ticket)
+                        assert 0 <= start - ticket.version <= bound
+                    self.train = tickets
+                case Stop():
+                    assert self.stop is None
+                    self.stop = command
+
+    @property
+    def going(self):
+        return self.stop is None
+
+    @precondition(lambda self: self.going and self.draw)
+    @rule(num_left=st.sampled_from([0, 1, OUT_OF_REACH, OUT_OF_REACH, OUT_OF_REACH]))
+    def tasks_are_drawn(self, num_left):
+        num = min(self.draw, num_left, self.num_data - self.drawn)
+        draws = tuple(Drawn(self.drawn + i, 0, "xy"[i % 2]) for i in range(num))
+        self.drawn += num
+        requested, self.draw = self.draw, None
+        self.do(TasksDrawn(draws, requested))
+
+    @precondition(lambda self: self.going and self.running)
+    @rule(data=st.data())
+    def some_are_generated(self, data):
+        numbers = sorted(self.running.keys() - self.generated)
+        assume(numbers)
+        chosen = data.draw(st.lists(st.sampled_from(numbers), min_size=1, unique=True))
+        self.generated |= set(chosen)
+        self.do(GroupsGenerated(tuple(chosen)))
+
+    @precondition(lambda self: self.going and self.running)
+    @rule(data=st.data(), cause=st.sampled_from(["", "infra", "data"]))
+    def some_are_judged(self, data, cause):
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.running)), min_size=1, unique=True))
+        judgements = []
+        for number in chosen:
+            verdict, spread = data.draw(VERDICTS), data.draw(st.floats(0.1, 1))
+            signal = verdict is FILTERED and spread > 0.5
+            judgements.append(
+                Judgement(number, verdict, "mixed", cause if verdict is FAILED else "", spread, signal)
+            )
+        before = self.state.ledger.totals()
+        tickets = {number: self.running[number] for number in chosen}
+        self.buffer |= {n: payload_of(t) for n, t in tickets.items()}  # of those that are not kept, taken out below
+        self.running = {n: t for n, t in self.running.items() if n not in tickets} | {
+            j.ticket: tickets[j.ticket] for j in judgements if j.verdict is FAILED
+        }  # fmt: skip
+        self.generated -= set(chosen)
+        held_before = set(self.state.held)
+        oldest = self.state.schedule.oldest_version(self.state)
+        for j in judgements:
+            holds = j.signal and self.config.dynamic_sampling.on_exhausted == "relax"
+            if j.verdict is KEPT or (holds and tickets[j.ticket].version >= oldest):
+                continue
+            del self.buffer[j.ticket]
+            self.gone[j.verdict] += j.verdict is not FAILED
+        assert held_before <= self.buffer.keys()
+        self.do(GroupsJudged(tuple(judgements)))
+        for j in judgements:
+            if j.verdict is FAILED and j.ticket not in self.state.ledger.open[Phase.IN_FLIGHT]:
+                del self.running[j.ticket]
+                self.gone["failed"] += 1
+        if all(j.verdict is not FAILED for j in judgements):
+            assert self.state.ledger.failed == before["failed"]
+
+    @precondition(lambda self: self.going and self.running)
+    @rule(data=st.data())
+    def attempts_are_lost(self, data):
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.running)), min_size=1, max_size=2, unique=True))
+        self.do(AttemptsFailed(tuple(chosen), "a worker died"))
+
+    @precondition(lambda self: self.going and self.train)
+    @rule()
+    def the_step_is_trained(self):
+        tickets, self.train = self.train, None
+        self.trained |= set(tickets)
+        for number in tickets:
+            del self.buffer[number]
+        self.versions += self.config.versions_per_step
+        self.do(StepTrained(self.versions))
+
+    @precondition(lambda self: self.going and self.running)
+    @rule(data=st.data())
+    def what_has_been_judged_is_not_judged_again(self, data):
+        over = sorted(set(range(self.opened)) - self.running.keys())
+        assume(over)
+        number, verdict = data.draw(st.sampled_from(over)), data.draw(VERDICTS)
+        before = json.dumps(self.state.state_dict())
+        with pytest.raises(ValueError, match=f"ticket {number} is "):
+            apply(self.state, GroupsJudged((Judgement(number, verdict, "mixed"),)))
+        with pytest.raises(ValueError, match=f"ticket {number} is "):
+            apply(self.state, AttemptsFailed((number,), "late"))
+        self.state.load_state_dict(json.loads(before))
+
+    @precondition(lambda self: self.going or not self.stop.failed)
+    @rule(in_flight=st.booleans(), asked=st.booleans())
+    def a_new_process_goes_on(self, in_flight, asked):
+        if asked and self.going:
+            self.do(StopRequested("asked for"))
+            assert self.stop == Stop("asked for")
+        document = json.dumps(self.state.state_dict())
+        self.state = initial_state(self.config)
+        self.state.load_state_dict(json.loads(document))
+        assert json.dumps(self.state.state_dict()) == document
+        self.draw = self.train = self.stop = None
+        if not in_flight:
+            self.generated = set()
+        under_way, self.running = self.running, self.running if in_flight else {}
+        self.do(Resumed(in_flight))
+        assert identities(self.running) == identities(under_way)
+
+    @precondition(lambda self: not self.going)
+    @rule(event=st.sampled_from([StopRequested("again"), Resumed(in_flight=True)]))
+    def nothing_is_begun_after_the_end(self, event):
+        self.state, commands = apply(self.state, event)
+        assert not [c for c in commands if isinstance(c, Stop)]
+
+    @invariant()
+    def the_books_agree(self):
+        ledger = self.state.ledger
+        ledger.check()
+        running = ledger.open[Phase.IN_FLIGHT] | ledger.open[Phase.JUDGING]
+        assert identities(self.running) == identities(running)
+        in_buffer = [n for phase in (Phase.READY, Phase.HELD, Phase.TRAINING) for n in ledger.open[phase]]
+        assert sorted(in_buffer) == sorted(self.buffer)
+        assert len(self.buffer) + len(self.running) <= self.state.schedule.max_open
+        dropped = sum(ledger.dropped.values())
+        assert (ledger.trained, ledger.failed) == (len(self.trained), self.gone["failed"])
+        assert dropped == self.gone[FILTERED] + self.gone[STALE] + self.gone["freed"]
+        assert self.opened == ledger.dispatched
+
+    @invariant()
+    def something_is_under_way(self):
+        assert self.running or self.draw or self.train or self.stop, "the controller waits, and nothing is under way"
+
+
+AnyOrder.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=60)
+TestAnyOrder = AnyOrder.TestCase

@@ -283,8 +283,6 @@ def _evict_as(state: ControllerState, numbers: Sequence[int], reason: Dropped) -
     ready = state.ledger.open[Phase.READY]
     gone = [ready[n] for n in numbers]
     commands = state.drop(numbers, reason)  # first, or one of them could be promoted
-    if reason is Dropped.EVICTED and not state.schedule.capabilities.stamps_steps:
-        return commands  # there were too many: nobody misses them
     return commands + [c for t in gone for c in _vacate(state, t, t.replacement_index)]
 
 

@@ -381,3 +381,28 @@ _BOOK = (
 def expected_exhaustions(p, limit, slots):
     """Slots whose lineage of 1 + limit independent groups is filtered to its end."""
     return math.pow(p, limit + 1) * slots
+
+
+def run_at_once(config, is_dropped):
+    """The state after a run in which everything takes no time; nothing but the verdicts is looked at."""
+    state = initial_state(config)
+    state, commands = apply(state, Resumed())
+    drawn = 0
+    while not state.stopped:
+        events = []
+        for command in commands:
+            if isinstance(command, Draw):
+                draws = tuple(Drawn(n, 0) for n in range(drawn, drawn + command.num))
+                drawn += command.num
+                events.append(TasksDrawn(draws, command.num))
+            elif isinstance(command, Dispatch):
+                kept = Verdict.KEPT, "mixed"
+                judgements = (Judgement(t.ticket, *((Verdict.FILTERED, "all_fail") if is_dropped(t) else kept))
+                              for t in command.tickets)  # fmt: skip
+                events.append(GroupsJudged(tuple(judgements)))
+            elif isinstance(command, Train):
+                events.append(StepTrained((state.step + 1) * config.versions_per_step))
+        commands = []
+        for event in events:
+            commands += apply(state, event)[1]
+    return state

@@ -6,6 +6,7 @@ counts as a failure) and in `watch` below (budgets, replacement lineages).
 
 import json
 import math
+import random
 from collections import Counter
 
 import pytest
@@ -21,7 +22,7 @@ from simulation import (
     random_durations,
     random_judgement,
     randomly_lost,
-    unit,
+    run_at_once,
 )
 
 from dynrl.rollout.controller import apply, initial_state
@@ -475,3 +476,176 @@ class AnyOrder(RuleBasedStateMachine):
 
 AnyOrder.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=60)
 TestAnyOrder = AnyOrder.TestCase
+
+
+# ---------------------------------------------------------------------------------------------- examples, as found
+
+
+def begun(batch_size=2, name="in_order", mode="streaming", ahead=1, failure=None, **sampling):
+    """A state whose first draws have been answered."""
+    schedule = {"name": name, "mode": mode, "max_lookahead_versions": ahead, "max_staleness_versions": ahead}
+    state = initial_state(make_config(9, batch_size, failure, schedule, **sampling))
+    answered(state, apply(state, Resumed())[1])
+    return state
+
+
+def answered(state, commands):
+    """The commands, once every Draw is answered."""
+    draws = [c.num for c in commands if isinstance(c, Draw)]
+    for num in draws:
+        first = state.ledger.next_ticket
+        commands += answered(state, apply(state, TasksDrawn(tuple(Drawn(first + i, 0) for i in range(num)), num))[1])
+    return commands
+
+
+def judge(state, *judgements):
+    return answered(state, apply(state, GroupsJudged(tuple(Judgement(*j) for j in judgements)))[1])
+
+
+def commands_of(kind, commands):
+    return [c for c in commands if isinstance(c, kind)]
+
+
+def test_of_several_reasons_to_stop_the_first_counts():
+    state = begun(failure={"max_consecutive_dropped_prompts": 0}, max_replacements_per_slot=1)
+    commands = judge(state, (0, FAILED, "error"), (1, FAILED, "error"))
+    assert len(commands_of(Stop, commands)) == 1
+    assert apply(state, StopRequested("too"))[1] == []
+
+
+def test_a_refused_group_that_is_too_old_is_not_held():
+    """Its step would train it beyond max_staleness_versions."""
+    state = begun(name="windowed", ahead=0, oversample=2.0, on_exhausted="relax")
+    judge(state, (0, KEPT, "mixed"), (1, KEPT, "mixed"))  # a step; 2 and 3 are under way
+    answered(state, apply(state, StepTrained(1))[1])
+    judge(state, (2, FILTERED, "mixed", "", 0.5, True), (4, FILTERED, "mixed", "", 0.5, True))
+    assert list(state.held) == [4]
+    assert state.ledger.dropped["filtered"] == 1
+
+
+def test_groups_held_for_a_later_step_outlast_the_step_before():
+    state = begun(on_exhausted="relax", max_replacements_per_slot=1)  # 0 and 1 are for step 0, 2 and 3 for step 1
+    judge(state, (3, FILTERED, "mixed", "", 0.5, True))
+    commands = judge(state, (0, KEPT, "mixed"), (1, KEPT, "mixed"))
+    assert commands_of(Train, commands) == [Train((0, 1))]
+    assert list(state.held) == [3]
+    answered(state, apply(state, StepTrained(1))[1])
+    judge(state, (4, FILTERED, "all_fail"))  # the one that replaced it was its last: it may stand in
+    assert state.ledger.open[Phase.READY].keys() == {3}
+    assert judge(state, (2, KEPT, "mixed"))[0] == Train((2, 3))
+
+
+def test_groups_of_later_steps_are_no_surplus():
+    state = begun(oversample=1.5, surplus="drop", batch_size=2)  # 0, 1, 2 for step 0; 3, 4, 5 for step 1
+    judge(state, (3, KEPT, "mixed"), (2, KEPT, "mixed"), (1, KEPT, "mixed"))
+    assert state.training  # 1 and 2
+    answered(state, apply(state, StepTrained(1))[1])
+    assert state.ledger.open[Phase.READY].keys() == {3}
+    assert state.ledger.dropped["surplus"] == 0
+    state = begun(oversample=1.5, surplus="drop", batch_size=2)
+    commands = judge(state, *((n, KEPT, "mixed") for n in range(4)))
+    assert commands_of(Free, commands) == [Free((2,))]  # what step 0 left over
+
+
+def test_a_budget_for_rounds_waits_for_the_trainer():
+    """Two steps are never out at once: the exhausted one is decided when the one before is trained."""
+    options = {"max_num_gen_batches": 1, "on_exhausted": "short"}
+    state = begun(name="rounds", mode="async", **options)
+    assert commands_of(Train, judge(state, (0, KEPT, "mixed"), (1, KEPT, "mixed"))) == [Train((0, 1))]
+    assert judge(state, (2, KEPT, "mixed"), (3, FILTERED, "all_fail")) == []
+    commands = apply(state, StepTrained(1))[1]
+    assert [c.tickets for c in commands_of(Train, commands)] == [(2,)]
+    assert commands_of(Draw, commands) == [Draw(2)]  # for the step after, in the same breath
+
+
+def test_a_later_step_that_was_made_short_says_why():
+    state = begun(failure={"on_dropped_prompt": "shrink"})
+    judge(state, (2, FAILED, "error"))  # of step 1
+    judge(state, (0, KEPT, "mixed"), (1, KEPT, "mixed"))
+    answered(state, apply(state, StepTrained(1))[1])
+    (train,) = commands_of(Train, judge(state, (3, KEPT, "mixed")))
+    assert train == Train((3,), "short step: groups failed, and rollout_failure.on_dropped_prompt = 'shrink'")
+
+
+@pytest.mark.parametrize("verdict", [KEPT, FILTERED, FAILED, STALE])
+def test_a_second_verdict_is_refused(verdict):
+    state = begun()
+    judge(state, (0, KEPT, "mixed"))
+    with pytest.raises(ValueError, match="ticket 0 is ready: it has been judged already"):
+        judge(state, (0, verdict, "mixed"))
+    with pytest.raises(ValueError, match="ticket 0 is ready"):
+        apply(state, AttemptsFailed((0,), "late"))
+    assert state.ledger.level(Phase.READY) == 1
+
+
+def test_attempts_that_are_made_again_do_not_spend_the_filters_budget():
+    """Under rounds with B = 1 and one replacement, two groups may be filtered in a row; a lost attempt is neither."""
+    state = begun(1, "rounds", max_replacements_per_slot=1, max_num_gen_batches=0)
+    for _ in range(2):
+        assert commands_of(Retry, judge(state, (0, FAILED, "error", "infra")))
+    commands = judge(state, (0, FILTERED, "all_fail"))
+    assert not commands_of(Stop, commands)
+    assert commands_of(Stop, judge(state, (1, FILTERED, "all_fail")))
+
+
+def test_a_group_that_is_too_old_itself_is_not_promoted():
+    """0 to 2 are for step 0; those left over are for step 1, and too old when step 2 begins."""
+    state = begun(1, oversample=3.0, max_surplus_age_versions=0, ahead=0)
+    assert commands_of(Train, judge(state, (0, KEPT, "mixed"), (1, KEPT, "mixed"), (2, KEPT, "mixed")))
+    commands = answered(state, apply(state, StepTrained(1))[1])
+    assert commands_of(Free, commands) == [Free((1, 2))]
+    assert state.totals["promoted_groups"] == 0
+    assert state.ledger.dropped["stale"] == 2
+
+
+def test_held_groups_count_as_without_signal_where_the_data_ended():
+    state = begun(on_exhausted="relax", ahead=0)
+    held = Judgement(0, FILTERED, "mixed", "", 0.5, True)
+    assert apply(state, GroupsJudged((held, Judgement(1, FILTERED, "all_fail"))))[1] == [Draw(2)]
+    (stop,) = commands_of(Stop, apply(state, TasksDrawn((), 2))[1])
+    assert stop.reason == "the data ended after 0 of 9 steps; of 2 groups 2 carried no signal (100%)"
+
+
+# --------------------------------------------------------------------------------- how many slots exhaust their budget
+
+
+def exhausted_slots(p, limit, batch_size, num_steps, spread=0.0, of_step=False):
+    """Slots of a run under in_order that used up their replacements.
+
+    The drop rate of a task is p - spread or p + spread; tasks of both kinds are mixed, or alternate step by step.
+    """
+    sampling = {"max_replacements_per_slot": limit, "on_exhausted": "short"}
+    rng = random.Random(batch_size)
+
+    def is_dropped(ticket):
+        hard = ticket.step % 2 if of_step else rng.random() < 0.5
+        return rng.random() < (p + spread if hard else p - spread)
+
+    config = make_config(num_steps, batch_size, None, {"name": "in_order"}, **sampling)
+    return run_at_once(config, is_dropped).totals["exhausted_slots"]
+
+
+def near(count, expected):
+    return abs(count - expected) <= 4 * math.sqrt(expected)
+
+
+@pytest.mark.parametrize(("p", "limit"), [(0.33, 3), (0.6, 12), (0.8, 32)])
+def test_slots_exhaust_their_replacements_as_often_as_the_formula_says(p, limit):
+    """p^(N + 1) of the slots, within four standard deviations; the full size is in benchmarks/sim_controller.py."""
+    expected = expected_exhaustions(p, limit, 512 * 50)  # 304, 33, 16
+    assert near(exhausted_slots(p, limit, 512, 50), expected)
+
+
+def test_the_formula_is_a_lower_bound_where_tasks_differ():
+    """By Jensen's inequality: the mean of p^(N + 1) is at least (the mean of p)^(N + 1).
+
+    They are equal where a lineage meets tasks of all kinds, whatever these are; not where its tasks are of a kind, as
+    under a curriculum that serves one level at a time.
+    """
+    p, limit, spread, slots = 0.6, 12, 0.15, 512 * 20
+    lowest = expected_exhaustions(p, limit, slots)  # 13
+    assert near(exhausted_slots(p, limit, 512, 20, spread), lowest)
+    more = (expected_exhaustions(p - spread, limit, slots) + expected_exhaustions(p + spread, limit, slots)) / 2  # 122
+    count = exhausted_slots(p, limit, 512, 20, spread, of_step=True)
+    assert near(count, more)
+    assert count > lowest + 4 * math.sqrt(lowest)

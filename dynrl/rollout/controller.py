@@ -98,16 +98,16 @@ def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:
     if not event.draws:
         return []
     cohort = state.keep_rate.dispatched([d.source for d in event.draws])
-    round_number, tickets = state.schedule.round_number, []
-    for (task_id, visit, source), step in zip(event.draws, stamps, strict=False):
+    round_number, version, filling = state.schedule.round_number, state.version, state.filling
+    tickets: list[Ticket] = []
+    for number, ((task_id, visit, source), step) in enumerate(
+        zip(event.draws, stamps, strict=False), state.ledger.next_ticket
+    ):
         vacancies = state.vacancies.get(step)
         index = round_number if not vacancies else vacancies.pop()
-        state.totals["replaced_groups"] += index > 0
-        tickets.append(
-            state.ledger.dispatch(
-                task_id, visit, state.version, state.filling, index, for_step=step, cohort=cohort, source=source
-            )
-        )
+        tickets.append(Ticket(number, task_id, visit, version, filling, index, step, 1, cohort, source))
+    state.ledger.dispatch_all(tickets)
+    state.totals["replaced_groups"] += sum(t.replacement_index > 0 for t in tickets)
     state.schedule.on_dispatch(len(tickets))
     state.totals["num_rounds"] += state.schedule.capabilities.has_rounds
     return [Dispatch(tuple(tickets))]
@@ -115,13 +115,13 @@ def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:
 
 def _judged(state: ControllerState, event: GroupsJudged) -> list[Command]:
     ledger, commands = state.ledger, []
-    ledger.check_running(j.ticket for j in event.judgements)
+    ledger.check_running([j.ticket for j in event.judgements])
     ended: dict[Verdict, list[Judgement]] = {verdict: [] for verdict in Verdict}
     for j in event.judgements:
         ended[j.verdict].append(j)
         if j.verdict is not Verdict.FAILED or j.pattern not in _OF_REWARDS:
             state.patterns[j.pattern] += 1
-    _kept(state, [j.ticket for j in ended[Verdict.KEPT]])
+    commands += _kept(state, [j.ticket for j in ended[Verdict.KEPT]])
     commands += _filtered(state, ended[Verdict.FILTERED])
     if ended[Verdict.STALE]:
         gone = ledger.end([j.ticket for j in ended[Verdict.STALE]], dropped=Dropped.STALE)
@@ -138,14 +138,13 @@ def _judged(state: ControllerState, event: GroupsJudged) -> list[Command]:
     return commands
 
 
-def _kept(state: ControllerState, numbers: list[int]) -> None:
+def _kept(state: ControllerState, numbers: list[int]) -> list[Command]:
     state.ledger.move(numbers, Phase.READY)
     ready = state.ledger.open[Phase.READY]
     tickets = [ready[n] for n in numbers]
     state.count(Verdict.KEPT, tickets)
     oldest = state.schedule.oldest_version(state)
-    if any(t.version < oldest for t in tickets):
-        state.scanned_for = -1  # `_evict` finds them
+    return _drop_ready(state, [t.ticket for t in tickets if t.version < oldest], Dropped.STALE)
 
 
 def _filtered(state: ControllerState, judgements: list[Judgement]) -> list[Command]:
@@ -273,11 +272,11 @@ def _evict(state: ControllerState) -> list[Command]:
         state.scanned_for = state.filling
         oldest = state.schedule.oldest_version(state)
         ready = state.ledger.open[Phase.READY]
-        commands += _evict_as(state, [n for n, t in ready.items() if t.version < oldest], Dropped.STALE)
-    return commands + _evict_as(state, state.schedule.evict(state), Dropped.EVICTED)
+        commands += _drop_ready(state, [n for n, t in ready.items() if t.version < oldest], Dropped.STALE)
+    return commands + _drop_ready(state, state.schedule.evict(state), Dropped.EVICTED)
 
 
-def _evict_as(state: ControllerState, numbers: Sequence[int], reason: Dropped) -> list[Command]:
+def _drop_ready(state: ControllerState, numbers: Sequence[int], reason: Dropped) -> list[Command]:
     if not numbers:
         return []
     ready = state.ledger.open[Phase.READY]

@@ -38,10 +38,13 @@ class InOrder(BaseSchedule):
     def admit(self, view: View) -> Sequence[int]:
         """What each step in reach still lacks, the nearest one first."""
         ledger, stamps = view.ledger, []
+        ready = running = 0  # what nearer steps have too many, which will be this one's
         for step in self._steps(view):
-            missing = view.size(step) - ledger.ready_for(step)
-            if missing > 0:
-                stamps += [step] * (view.wanted(missing, self._batch_size) - ledger.running_of_step[step])
+            ready, running = ready + ledger.ready_for(step), running + ledger.running_of_step[step]
+            missing = view.size(step) - ready
+            wanted = view.wanted(missing, self._batch_size) if missing > 0 else 0
+            stamps += [step] * (wanted - running)
+            ready, running = max(-missing, 0), max(running - wanted, 0)
         return stamps
 
     def select(self, view: View) -> list[int] | None:

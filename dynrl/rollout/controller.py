@@ -114,27 +114,28 @@ def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:
 
 
 def _judged(state: ControllerState, event: GroupsJudged) -> list[Command]:
-    ledger, commands = state.ledger, []
-    ledger.check_running([j.ticket for j in event.judgements])
-    ended: dict[Verdict, list[Judgement]] = {verdict: [] for verdict in Verdict}
-    for j in event.judgements:
-        ended[j.verdict].append(j)
-        if j.verdict is not Verdict.FAILED or j.pattern not in _OF_REWARDS:
-            state.patterns[j.pattern] += 1
-    commands += _kept(state, [j.ticket for j in ended[Verdict.KEPT]])
-    commands += _filtered(state, ended[Verdict.FILTERED])
-    if ended[Verdict.STALE]:
-        gone = ledger.end([j.ticket for j in ended[Verdict.STALE]], dropped=Dropped.STALE)
+    ledger, judgements = state.ledger, event.judgements
+    commands: list[Command] = []
+    ledger.check_running([j.ticket for j in judgements])
+    failed = [j for j in judgements if j.verdict is Verdict.FAILED]
+    of_rewards = [j.pattern for j in judgements if j.verdict is not Verdict.FAILED or j.pattern not in _OF_REWARDS]
+    state.patterns.update(of_rewards)
+    commands += _kept(state, [j.ticket for j in judgements if j.verdict is Verdict.KEPT])
+    commands += _filtered(state, [j for j in judgements if j.verdict is Verdict.FILTERED])
+    if stale := [j.ticket for j in judgements if j.verdict is Verdict.STALE]:
+        gone = ledger.end(stale, dropped=Dropped.STALE)
         state.count(Verdict.STALE, gone)
         commands += [c for t in gone for c in _vacate(state, t, t.replacement_index)]
     # In the order in which they came: a group that did not fail ends a run of failures.
-    for j in event.judgements:
+    for j in judgements if failed else ():
         if j.verdict is Verdict.FAILED:
             commands += _failed(state, j.ticket, j.cause, judged=True)
         else:
             state.failed_in_row = 0
+    if not failed and judgements:
+        state.failed_in_row = 0
     retried = ledger.open[Phase.IN_FLIGHT]
-    state.schedule.on_end([j.verdict for j in event.judgements if j.ticket not in retried])
+    state.schedule.on_end([j.verdict for j in judgements if j.ticket not in retried])
     return commands
 
 

@@ -44,6 +44,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict, deque
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,9 +145,10 @@ class Slots:
         self.chunks_of_group[tickets] = chunks[: groups * NUM_SAMPLES].reshape(groups, NUM_SAMPLES).sum(1)
         last = ends[: groups * NUM_SAMPLES].reshape(groups, NUM_SAMPLES).max(1)
         order = np.argsort(last, kind="stable")
-        when, begin = np.unique(last[order], return_index=True)
-        for chunk, each in zip(when.tolist(), np.split(tickets[order], begin[1:]), strict=True):
-            self._finished[chunk].append(each)
+        last, tickets = last[order], tickets[order]
+        bounds = [0, *(np.flatnonzero(np.diff(last)) + 1).tolist(), len(last)]
+        for begin, end in pairwise(bounds):
+            self._finished[int(last[begin])].append(tickets[begin:end])
 
     def decode(self) -> list[int]:
         """One chunk. Returns the groups that it finished."""

@@ -271,6 +271,7 @@ def make_config(size: Size, name: str, mode: str, oversample: Any, ahead: int, *
             "num_steps": size.num_steps,
             "num_prompts_per_step": size.batch_size,
             "num_generations_per_prompt": NUM_SAMPLES,
+            "sampler": {"num_slots": size.num_slots},
             "schedule": schedule,
             "dynamic_sampling": {"oversample": oversample, **budgets},
         }
@@ -292,5 +293,127 @@ def one(job: dict[str, Any]) -> None:
     print(json.dumps({regime: run.result(round(REGIMES[regime] * base)) | spent for regime in regimes}))
 
 
+def print_line(name: str, value: Any, goal: Any = None, ok: bool | None = None, **others: Any) -> None:
+    """One line, with its goal if it has one."""
+    judged = {} if ok is None else {"goal": goal, "ok": ok}
+    print(json.dumps({"name": name, "value": value, **judged, **others}), flush=True)
+
+
+def in_a_process(flag: str, job: Any) -> Any:
+    """What a run prints, in a process of its own, so that its memory is its own."""
+    command = [sys.executable, __file__, flag, json.dumps(job)]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+
+
+def jobs(size: Size, floor: float, only: str) -> list[dict[str, Any]]:
+    """All runs: rounds by factor, each other schedule in both modes, the async one by regime."""
+    shared = {"size": size, "sigma": SIGMA, "floor": floor}
+    runs: list[dict[str, Any]] = [
+        {"name": "rounds", "mode": "streaming", "oversample": factor, "ahead": 0} for factor in FACTORS
+    ]
+    for name in STREAMING:
+        adaptive = {"name": name, "oversample": "adaptive", "ahead": AHEAD[name]}
+        runs += [{**adaptive, "mode": "streaming"}, *({**adaptive, "mode": "async", "regime": r} for r in REGIMES)]
+    return [shared | run for run in runs if only in run["name"]]
+
+
+def simulate(size: Size, floor: float, only: str) -> None:
+    """Every schedule, and how it compares with rounds."""
+    speed: dict[tuple[str, str], float] = {}  # steps per hour by run and regime
+    for job in jobs(size, floor, only):
+        rounds = job["name"] == "rounds"
+        run = f"rounds/{job['oversample']}" if rounds else f"{job['name']}/{job['mode']}"
+        results = in_a_process("--one", job)
+        for regime, result in results.items():
+            speed[run, regime] = result["steps_per_hour"]
+            print_line(f"sim/{run}/{regime}", result["steps_per_hour"], **result)
+        spent = next(iter(results.values()))
+        if size == FULL:
+            least = spent["tickets"] > 10**6
+            print_line(f"cpu_secs/{run}/{next(iter(results))}", spent["cpu_secs"], 30, least and spent["cpu_secs"] < 30)
+            print_line(f"peak_mb/{run}/{next(iter(results))}", spent["peak_mb"], 200, spent["peak_mb"] < 200)
+    for (run, regime), steps_per_hour in speed.items():
+        if run.startswith("rounds") or ("rounds/1.0", regime) not in speed:
+            continue
+        best = max(speed[f"rounds/{factor}", regime] for factor in FACTORS if factor != "adaptive")
+        for against, value, goal in (("best", best, 1.3), ("1", speed["rounds/1.0", regime], 1.5)):
+            ratio, name = round(steps_per_hour / value, 2), f"against_rounds_{against}/{run}/{regime}"
+            if run.endswith("async"):  # it has the trainer's devices beside the slots': no fair race
+                print_line(name, ratio)
+            else:
+                print_line(name, ratio, goal, ratio >= goal)
+
+
+EXHAUSTION = {(0.33, 3): 12_100, (0.6, 12): 1_340, (0.8, 32): 649}  # (p, N) and about how many slots to expect
+
+
+def exhaust(job: dict[str, Any]) -> None:
+    """Slots that use up their N replacements under in_order, everything taking no time; prints how many.
+
+    The drop rate is p; with a spread, p - spread in one half of the steps and p + spread in the other.
+    """
+    size, p, limit = Size(*job["size"]), job["p"], job["limit"]
+    rng = np.random.default_rng(3)
+    state = initial_state(make_config(size, "in_order", "streaming", "none", 0, max_replacements_per_slot=limit,
+                                      on_exhausted="short"))  # fmt: skip
+    drawn, commands = 0, deque(apply(state, Resumed())[1])
+    while not state.stopped:
+        match commands.popleft():
+            case Draw(num):
+                event: Any = TasksDrawn(tuple([Drawn(n, 0) for n in range(drawn, drawn + num)]), num)
+                drawn += num
+            case Dispatch(tickets):
+                rate = p + job["spread"] * (1 if tickets[0].step % 2 else -1)
+                dropped = (rng.random(len(tickets)) < rate).tolist()
+                event = GroupsJudged(tuple([
+                    Judgement(t.ticket, Verdict.FILTERED, "all_fail") if d else Judgement(t.ticket, Verdict.KEPT, "mixed")
+                    for t, d in zip(tickets, dropped, strict=True)
+                ]))  # fmt: skip
+            case _:
+                event = StepTrained((state.step + 1) * state.config.versions_per_step)
+        commands += apply(state, event)[1]
+    print(json.dumps([state.totals["exhausted_slots"], state.ledger.dispatched]))
+
+
+def exhaustion(size: Size) -> None:
+    """The formula p^(N + 1) * B * steps against the controller."""
+    slots = size.batch_size * size.num_steps
+    for p, limit in EXHAUSTION:
+        lowest = p ** (limit + 1) * slots
+        for spread in (0.0, 0.1):
+            job = {"size": size, "p": p, "limit": limit, "spread": spread}
+            count, tickets = in_a_process("--exhaust", job)
+            expected = ((p - spread) ** (limit + 1) + (p + spread) ** (limit + 1)) / 2 * slots
+            deviations = round((count - expected) / math.sqrt(expected), 2)
+            name = f"exhausted/p={p},N={limit}" + (f",spread={spread}" if spread else "")
+            ok = abs(deviations) <= 4 and count >= lowest - 4 * math.sqrt(lowest)
+            print_line(name, count, round(expected, 1), ok, formula=round(lowest, 1), deviations=deviations,
+                       tickets=tickets)  # fmt: skip
+
+
+def main() -> None:
+    """Everything, or one run of it where this is a child process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="64 groups, 12 steps, 256 slots")
+    parser.add_argument("--only", default="", help="schedules whose name holds this, or exhausted")
+    parser.add_argument(
+        "--floor", type=float, default=1.0, help="share of its time that a chunk takes with empty slots"
+    )
+    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--exhaust", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        return one(args.one)
+    if args.exhaust:
+        return exhaust(args.exhaust)
+    size = TINY if args.tiny else FULL
+    print_line("settings", size._asdict(), sigma=SIGMA, median_chunks=MEDIAN, longest_chunks=LONGEST, ahead=AHEAD,
+               floor=args.floor, train_secs={r: round(x * fewest_secs(size, SIGMA)) for r, x in REGIMES.items()})  # fmt: skip
+    if args.only != "exhausted":
+        simulate(size, args.floor, args.only)
+    if args.only in ("", "exhausted"):
+        exhaustion(size)
+
+
 if __name__ == "__main__":
-    one(json.loads(sys.argv[1]))
+    main()

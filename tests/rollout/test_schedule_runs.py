@@ -154,9 +154,11 @@ def watch(run):
                 assert not sampling.max_num_gen_batches or ticket.replacement_index < sampling.max_num_gen_batches
             else:
                 assert ticket.replacement_index < per_slot * lives
-                assert ticket.for_step < 0 or state.filling <= ticket.for_step or ticket.ticket in state.ledger.open[
-                    Phase.TRAINING
-                ]
+                assert (
+                    ticket.for_step < 0
+                    or state.filling <= ticket.for_step
+                    or ticket.ticket in state.ledger.open[Phase.TRAINING]
+                )
 
 
 def check_whole(run):
@@ -376,9 +378,7 @@ class AnyOrder(RuleBasedStateMachine):
         for number in chosen:
             verdict, spread = data.draw(VERDICTS), data.draw(st.floats(0.1, 1))
             signal = verdict is FILTERED and spread > 0.5
-            judgements.append(
-                Judgement(number, verdict, "mixed", cause if verdict is FAILED else "", spread, signal)
-            )
+            judgements.append(Judgement(number, verdict, "mixed", cause if verdict is FAILED else "", spread, signal))
         before = self.state.ledger.totals()
         tickets = {number: self.running[number] for number in chosen}
         self.buffer |= {n: payload_of(t) for n, t in tickets.items()}  # of those that are not kept, taken out below

@@ -13,6 +13,17 @@ from dynrl.rollout.schedules.base import BaseSchedule, Capabilities, View, oldes
 from dynrl.rollout.schedules.rounds import largest_factor
 
 
+def most_running(config: RunConfig) -> float:
+    """Groups under way at once that are of use: B, or twice what the slots hold.
+
+    Twice, since the rollouts of a group end one by one. What waits behind these would only grow old: under a window
+    of several steps, as old as the window.
+    """
+    slots = config.sampler.num_slots  # 0 = as memory allows
+    of_slots = 2 * math.ceil(slots / config.num_generations_per_prompt) if slots else math.inf
+    return max(of_slots, config.num_prompts_per_step)
+
+
 class InOrder(BaseSchedule):
     """Each group is stamped with the step that trains it, up to `max_lookahead_versions` ahead of the weights.
 
@@ -79,6 +90,7 @@ class ReadyFirst(BaseSchedule):
         self._staleness = config.schedule.max_staleness_versions
         self._num_steps = self._staleness // config.versions_per_step + 1  # in reach
         self._factor = largest_factor(config.dynamic_sampling)
+        self._most_running = most_running(config)
 
     def _horizon(self, view: View) -> int:
         """Steps, from the one being filled on, that may train what is dispatched now."""
@@ -92,7 +104,7 @@ class ReadyFirst(BaseSchedule):
         missing = full - (self._batch_size - view.size(view.filling)) - view.ledger.level(Phase.READY)
         if horizon == 0 or missing <= 0:
             return []
-        return [-1] * (view.wanted(missing, full) - view.ledger.num_running)
+        return [-1] * (min(view.wanted(missing, full), self._most_running) - view.ledger.num_running)
 
     def select(self, view: View) -> list[int] | None:
         """What would be too old afterwards, all of it, and then whatever the schedule prefers."""
@@ -147,13 +159,14 @@ class Windowed(BaseSchedule):
         self._staleness, self._freshest = config.schedule.max_staleness_versions, config.schedule.sample_freshest_first
         self._num_steps = self._staleness // config.versions_per_step + 1  # of the window
         self._factor = largest_factor(config.dynamic_sampling)
+        self._most_running = most_running(config)
 
     def admit(self, view: View) -> Sequence[int]:
         """Whatever is missing to the number of groups that run at once."""
         if view.filling >= view.num_steps:
             return []
         full = min(self._num_steps, view.num_steps - view.filling) * self._batch_size
-        return [-1] * (view.wanted(full, full) - view.ledger.num_running)
+        return [-1] * (min(view.wanted(full, full), self._most_running) - view.ledger.num_running)
 
     def select(self, view: View) -> list[int] | None:
         """B groups of the window."""

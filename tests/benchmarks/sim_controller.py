@@ -66,6 +66,7 @@ from dynrl.rollout.events import (
     TasksDrawn,
     Train,
 )
+from dynrl.rollout.ledger import Phase
 from dynrl.types import Verdict
 
 SIGMA, MEDIAN, LONGEST = 0.8, 16, 256  # of a rollout, in chunks
@@ -160,6 +161,14 @@ class Slots:
         return np.concatenate(finished).tolist() if finished else []
 
 
+def judgements(tickets: list[int], dropped: list[bool]) -> tuple[Judgement, ...]:
+    """Without signal, or kept."""
+    return tuple([
+        Judgement(n, Verdict.FILTERED, "all_fail") if d else Judgement(n, Verdict.KEPT, "mixed")
+        for n, d in zip(tickets, dropped, strict=True)
+    ])  # fmt: skip
+
+
 class Run:
     """One simulated run of the controller."""
 
@@ -203,7 +212,10 @@ class Run:
             case Train(tickets):
                 self.trained_chunks += self._chunks(tickets)
                 self.trained += len(tickets)
-                start, training = self.state.step * self.config.versions_per_step, self.state.ledger.open["training"]
+                start, training = (
+                    self.state.step * self.config.versions_per_step,
+                    self.state.ledger.open[Phase.TRAINING],
+                )
                 self.staleness += sum(start - training[n].version for n in tickets)
                 if self.overlaps:
                     self.training_until = self.secs + self.train_secs
@@ -236,13 +248,9 @@ class Run:
     def _judge(self, done: list[int]) -> None:
         while len(self.kept) <= max(done):
             self.kept = np.concatenate([self.kept, self._rng.random(1 << 16) >= self.size.drop_rate])
-        kept = self.kept[done].tolist()
-        judgements = [
-            Judgement(n, Verdict.KEPT, "mixed") if k else Judgement(n, Verdict.FILTERED, "all_fail")
-            for n, k in zip(done, kept, strict=True)
-        ]
-        self.dropped_chunks += self._chunks([n for n, k in zip(done, kept, strict=True) if not k])
-        self.apply(GroupsJudged(tuple(judgements)))
+        dropped = ~self.kept[done]
+        self.dropped_chunks += self._chunks(np.asarray(done)[dropped])
+        self.apply(GroupsJudged(judgements(done, dropped.tolist())))
 
     def result(self, train_secs: float) -> dict[str, Any]:
         """What the lines print, for a step that takes so long to train."""
@@ -365,10 +373,7 @@ def exhaust(job: dict[str, Any]) -> None:
             case Dispatch(tickets):
                 rate = p + job["spread"] * (1 if tickets[0].step % 2 else -1)
                 dropped = (rng.random(len(tickets)) < rate).tolist()
-                event = GroupsJudged(tuple([
-                    Judgement(t.ticket, Verdict.FILTERED, "all_fail") if d else Judgement(t.ticket, Verdict.KEPT, "mixed")
-                    for t, d in zip(tickets, dropped, strict=True)
-                ]))  # fmt: skip
+                event = GroupsJudged(judgements([t.ticket for t in tickets], dropped))
             case _:
                 event = StepTrained((state.step + 1) * state.config.versions_per_step)
         commands += apply(state, event)[1]
@@ -407,8 +412,9 @@ def main() -> None:
     if args.exhaust:
         return exhaust(args.exhaust)
     size = TINY if args.tiny else FULL
+    train_secs = {regime: round(share * fewest_secs(size, SIGMA)) for regime, share in REGIMES.items()}
     print_line("settings", size._asdict(), sigma=SIGMA, median_chunks=MEDIAN, longest_chunks=LONGEST, ahead=AHEAD,
-               floor=args.floor, train_secs={r: round(x * fewest_secs(size, SIGMA)) for r, x in REGIMES.items()})  # fmt: skip
+               floor=args.floor, train_secs=train_secs)  # fmt: skip
     if args.only != "exhausted":
         simulate(size, args.floor, args.only)
     if args.only in ("", "exhausted"):

@@ -374,7 +374,8 @@ class Simulation:
 
 
 _BOOK = (
-    "now", "drawn", "in_flight", "judging", "ready", "held", "buffer", "training", "ended", "num_dispatched", "trains", "ages",
+    "now", "drawn", "in_flight", "judging", "ready", "held", "buffer", "training", "ended", "num_dispatched", "trains",
+    "ages",
 )  # fmt: skip
 
 

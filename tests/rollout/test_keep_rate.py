@@ -38,7 +38,7 @@ def made(kept, filtered, batch_size=10**9, probability=0.9):
     return add(KeepRate(batch_size, probability), kept, filtered)
 
 
-# ------------------------------------------------------------------------------------------------------ what is counted
+# ---- what is counted ----
 
 
 def test_counts_are_added_to_the_prior():
@@ -135,7 +135,7 @@ def test_a_mixtures_variance_is_that_of_the_mean_of_its_sources():
     assert a * b / ((a + b) ** 2 * (a + b + 1)) == pytest.approx(variance)
 
 
-# ---------------------------------------------------------------------------------------------------- groups to dispatch
+# ---- groups to dispatch ----
 
 
 @pytest.mark.parametrize(("a", "b"), [(4.0, 4.0), (1e-3, 8.0), (390.0, 10.0), (30.0, 370.0), (0.5, 0.5)])
@@ -207,7 +207,7 @@ def test_it_fills_with_at_least_the_wanted_probability(probability, kept, k):
     assert filled / runs >= probability - slack
 
 
-# ----------------------------------------------------------------------------------------------------------- checkpoints
+# ---- checkpoints ----
 
 
 def test_state_round_trip_in_the_middle_of_a_cohort():
@@ -234,7 +234,7 @@ def test_state_is_bounded():
     assert rate.state_dict()["cohorts"] == []
 
 
-# ----------------------------------------------------------------------------------------- why only closed cohorts count
+# ---- why only closed cohorts count ----
 
 
 def test_stopping_when_full_biases_the_naive_ratio():

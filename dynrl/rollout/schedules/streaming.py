@@ -5,6 +5,7 @@ fits into that bound is dispatched ahead, so that the sampler is never without w
 """
 
 import math
+import sys
 from collections.abc import Sequence
 
 from dynrl.config import RunConfig
@@ -13,15 +14,16 @@ from dynrl.rollout.schedules.base import BaseSchedule, Capabilities, View, oldes
 from dynrl.rollout.schedules.rounds import largest_factor
 
 
-def most_running(config: RunConfig) -> float:
+def most_running(config: RunConfig) -> int:
     """Groups under way at once that are of use: B, or twice what the slots hold.
 
     Twice, since the rollouts of a group end one by one. What waits behind these would only grow old: under a window
     of several steps, as old as the window.
     """
-    slots = config.sampler.num_slots  # 0 = as memory allows
-    of_slots = 2 * math.ceil(slots / config.num_generations_per_prompt) if slots else math.inf
-    return max(of_slots, config.num_prompts_per_step)
+    slots = config.sampler.num_slots
+    if not slots:  # as many as memory holds, which nobody knows here
+        return sys.maxsize
+    return max(2 * math.ceil(slots / config.num_generations_per_prompt), config.num_prompts_per_step)
 
 
 class InOrder(BaseSchedule):

@@ -137,7 +137,8 @@ class ReadyFirst(BaseSchedule):
     @property
     def max_open(self) -> int:
         """All that may be dispatched for the steps in reach, what may be ready for them, and a batch."""
-        return math.ceil(self._batch_size * (self._num_steps * (self._factor + 1) + 1))
+        running = min(math.ceil(self._batch_size * self._num_steps * self._factor), self._most_running)
+        return self._batch_size * (self._num_steps + 1) + running
 
 
 class WeightFifo(ReadyFirst):
@@ -191,4 +192,5 @@ class Windowed(BaseSchedule):
     @property
     def max_open(self) -> int:
         """What runs at once, what is ready, and a batch."""
-        return math.ceil(self._batch_size * (self._num_steps * (self._factor + 1) + 1))
+        running = min(math.ceil(self._batch_size * self._num_steps * self._factor), self._most_running)
+        return self._batch_size * (self._num_steps + 1) + running

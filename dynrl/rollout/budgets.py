@@ -30,10 +30,9 @@ def slot_exhausted(state: ControllerState, ticket: Ticket) -> list[Command]:
             return commands
         state.totals["exhausted_slots"] += 1
         return commands + _unfilled(state, f"{why} {times} times", times)
-    state.totals["exhausted_slots"] += 1
+    state.totals["exhausted_slots"] += ticket.replacement_index == limit  # once, where it goes on
     if policy == "short":
-        state.why_short = f"{state.shortfall[step] + 1} slots used up {key}"
-        return give_up_slot(state, step)
+        return give_up_slot(state, step, f"{state.shortfall[step] + 1} slots used up {key}")
     if policy == "relax":
         if _relax(state, 1, ticket.for_step):
             return []
@@ -63,7 +62,7 @@ def step_exhausted(state: ControllerState, exhausted: Exhausted) -> list[Command
         state.unfilled_steps += 1
         return _again(state, have)
     if policy == "short" and ready:
-        state.why_short = have
+        state.why_short[step] = have
         state.shortfall[step] += missing
         return []
     if policy == "short":
@@ -71,14 +70,14 @@ def step_exhausted(state: ControllerState, exhausted: Exhausted) -> list[Command
     return _raise(state, exhausted)
 
 
-def give_up_slot(state: ControllerState, step: int) -> list[Command]:
+def give_up_slot(state: ControllerState, step: int, why: str) -> list[Command]:
     """The step will train on one group less."""
     state.shortfall[step] += 1
+    state.why_short[step] = why
     if state.size(step) > 0:
         return []
-    why = _have(state, state.why_short)
-    state.shortfall[step] = 0
-    return _empty_step(state, why)
+    del state.shortfall[step], state.why_short[step]
+    return _empty_step(state, _have(state, why))
 
 
 def _empty_step(state: ControllerState, why: str) -> list[Command]:
@@ -161,8 +160,7 @@ def shrink(state: ControllerState, ticket: Ticket) -> list[Command]:
             f"rollout_failure.min_step_batch_fraction = {fraction} allows ({fewest}); {_counts(state)}",
             failed=True,
         )
-    state.why_short = "groups failed, and rollout_failure.on_dropped_prompt = 'shrink'"
-    return give_up_slot(state, step)
+    return give_up_slot(state, step, "groups failed, and rollout_failure.on_dropped_prompt = 'shrink'")
 
 
 # ---- The end of the data ----
@@ -179,14 +177,15 @@ def data_ended(state: ControllerState) -> list[Command]:
     if len(ready) >= size > 0:
         return []
     if state.config.dynamic_sampling.on_data_end == "short" and ready:
-        state.why_short = f"the data ended with {len(ready)} of {state.batch_size} groups ready"
+        state.why_short[step] = f"the data ended with {len(ready)} of {state.batch_size} groups ready"
         state.shortfall[step] = state.batch_size - len(ready)
         return []
+    freed = [*state.drop(list(state.held), Dropped.FILTERED), *state.drop(ready, Dropped.SURPLUS)]
     made = f"the data ended after {state.step} of {state.config.num_steps} steps"
     filtered = ledger.dropped[Dropped.FILTERED]
     judged = max(ledger.dispatched, 1)
     why = f"{made}; of {ledger.dispatched} groups {filtered} carried no signal ({filtered / judged:.0%})"
-    return [*state.drop(list(state.held), Dropped.FILTERED), *state.drop(ready, Dropped.SURPLUS), *state.stop(why)]
+    return [*freed, *state.stop(why)]
 
 
 # ---- In words ----
@@ -197,7 +196,7 @@ def short_note(state: ControllerState, tickets: Sequence[int]) -> str:
     if len(tickets) == state.batch_size:
         return ""
     state.totals["short_steps"] += 1
-    return f"short step: {state.why_short}"
+    return f"short step: {state.why_short[state.filling]}"
 
 
 def _have(state: ControllerState, why: str) -> str:

@@ -98,64 +98,63 @@ def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:
     if not event.draws:
         return []
     cohort = state.keep_rate.dispatched([d.source for d in event.draws])
-    round_number, tickets = state.schedule.round_number, []
-    for (task_id, visit, source), step in zip(event.draws, stamps, strict=False):
+    round_number, version, filling = state.schedule.round_number, state.version, state.filling
+    tickets: list[Ticket] = []
+    for number, ((task_id, visit, source), step) in enumerate(
+        zip(event.draws, stamps, strict=False), state.ledger.next_ticket
+    ):
         vacancies = state.vacancies.get(step)
         index = round_number if not vacancies else vacancies.pop()
-        state.totals["replaced_groups"] += index > 0
-        tickets.append(
-            state.ledger.dispatch(
-                task_id, visit, state.version, state.filling, index, for_step=step, cohort=cohort, source=source
-            )
-        )
+        tickets.append(Ticket(number, task_id, visit, version, filling, index, step, 1, cohort, source))
+    state.ledger.dispatch_all(tickets)
+    state.totals["replaced_groups"] += sum(t.replacement_index > 0 for t in tickets)
     state.schedule.on_dispatch(len(tickets))
     state.totals["num_rounds"] += state.schedule.capabilities.has_rounds
     return [Dispatch(tuple(tickets))]
 
 
 def _judged(state: ControllerState, event: GroupsJudged) -> list[Command]:
-    ledger, commands = state.ledger, []
-    ended: dict[Verdict, list[Judgement]] = {verdict: [] for verdict in Verdict}
-    for j in event.judgements:
-        ended[j.verdict].append(j)
-        if j.verdict is not Verdict.FAILED or j.pattern not in _OF_REWARDS:
-            state.patterns[j.pattern] += 1
-    state.schedule.on_end([j.verdict for j in event.judgements])
-    _kept(state, [j.ticket for j in ended[Verdict.KEPT]])
-    commands += _filtered(state, ended[Verdict.FILTERED])
-    if ended[Verdict.STALE]:
-        gone = ledger.end([j.ticket for j in ended[Verdict.STALE]], dropped=Dropped.STALE)
+    ledger, judgements = state.ledger, event.judgements
+    commands: list[Command] = []
+    ledger.check_running([j.ticket for j in judgements])
+    failed = [j for j in judgements if j.verdict is Verdict.FAILED]
+    of_rewards = [j.pattern for j in judgements if j.verdict is not Verdict.FAILED or j.pattern not in _OF_REWARDS]
+    state.patterns.update(of_rewards)
+    commands += _kept(state, [j.ticket for j in judgements if j.verdict is Verdict.KEPT])
+    commands += _filtered(state, [j for j in judgements if j.verdict is Verdict.FILTERED])
+    if stale := [j.ticket for j in judgements if j.verdict is Verdict.STALE]:
+        gone = ledger.end(stale, dropped=Dropped.STALE)
         state.count(Verdict.STALE, gone)
         commands += [c for t in gone for c in _vacate(state, t, t.replacement_index)]
     # In the order in which they came: a group that did not fail ends a run of failures.
-    for j in event.judgements:
+    for j in judgements if failed else ():
         if j.verdict is Verdict.FAILED:
             commands += _failed(state, j.ticket, j.cause, judged=True)
         else:
             state.failed_in_row = 0
+    if not failed and judgements:
+        state.failed_in_row = 0
+    retried = ledger.open[Phase.IN_FLIGHT]
+    state.schedule.on_end([j.verdict for j in judgements if j.ticket not in retried])
     return commands
 
 
-def _kept(state: ControllerState, numbers: list[int]) -> None:
+def _kept(state: ControllerState, numbers: list[int]) -> list[Command]:
     state.ledger.move(numbers, Phase.READY)
     ready = state.ledger.open[Phase.READY]
     tickets = [ready[n] for n in numbers]
     state.count(Verdict.KEPT, tickets)
     oldest = state.schedule.oldest_version(state)
-    if any(t.version < oldest for t in tickets):
-        state.scanned_for = -1  # `_evict` finds them
+    return _drop_ready(state, [t.ticket for t in tickets if t.version < oldest], Dropped.STALE)
 
 
 def _filtered(state: ControllerState, judgements: list[Judgement]) -> list[Command]:
     """Each leaves its place to a fresh draw. Where that may be needed, refused groups with signal are held."""
+    tickets: list[Ticket] = []
     if state.config.dynamic_sampling.on_exhausted == "relax":
-        held = [j for j in judgements if j.signal]
-        state.ledger.move([j.ticket for j in held], Phase.HELD)
-        state.held |= {j.ticket: j.spread for j in held}
-        tickets = [state.ledger.open[Phase.HELD][j.ticket] for j in held]
-        judgements = [j for j in judgements if not j.signal]
-    else:
-        tickets = []
+        held = _hold(state, [j for j in judgements if j.signal])
+        tickets += held.values()
+        judgements = [j for j in judgements if j.ticket not in held]
     tickets += state.ledger.end([j.ticket for j in judgements], dropped=Dropped.FILTERED)
     state.count(Verdict.FILTERED, tickets)
     commands: list[Command] = []
@@ -167,6 +166,15 @@ def _filtered(state: ControllerState, judgements: list[Judgement]) -> list[Comma
         else:
             commands += slot_exhausted(state, ticket)
     return commands + _let_go(state)
+
+
+def _hold(state: ControllerState, judgements: list[Judgement]) -> dict[int, Ticket]:
+    """Holds those of these groups that are not too old to be trained."""
+    ledger, oldest = state.ledger, state.schedule.oldest_version(state)
+    young = [j for j in judgements if ledger.running(j.ticket).version >= oldest]
+    ledger.move([j.ticket for j in young], Phase.HELD)
+    state.held |= {j.ticket: j.spread for j in young}
+    return {j.ticket: ledger.open[Phase.HELD][j.ticket] for j in young}
 
 
 def _let_go(state: ControllerState) -> list[Command]:
@@ -207,7 +215,7 @@ def _attempts_failed(state: ControllerState, event: AttemptsFailed) -> list[Comm
 def _failed(state: ControllerState, number: int, cause: str, judged: bool = False) -> list[Command]:
     """Tries again, under its own budget, or gives the group up."""
     budget, ledger = state.config.rollout_failure, state.ledger
-    ticket = ledger.open[ledger.phase_of(number)][number]
+    ticket = ledger.running(number)
     attempts = {"infra": budget.max_infra_attempts_per_prompt, "data": budget.max_data_attempts_per_prompt}
     if ticket.attempts < attempts.get(cause, 0):
         state.totals["retried_groups"] += 1
@@ -232,8 +240,8 @@ def _trained(state: ControllerState, event: StepTrained) -> list[Command]:
     state.training, state.train_note = False, ""
     state.step += 1
     state.version = event.version
-    if state.config.dynamic_sampling.surplus == "carry":
-        return []
+    if state.config.dynamic_sampling.surplus == "carry" or state.schedule.capabilities.stamps_steps:
+        return []  # what is stamped for later steps is no surplus
     return state.drop([t.ticket for t in state.ledger.in_order(Phase.READY)], Dropped.SURPLUS)
 
 
@@ -264,20 +272,18 @@ def _evict(state: ControllerState) -> list[Command]:
     if state.scanned_for != state.filling:
         state.scanned_for = state.filling
         oldest = state.schedule.oldest_version(state)
-        commands += _evict_as(state, [n for n, t in _ready(state).items() if t.version < oldest], Dropped.STALE)
-    return commands + _evict_as(state, state.schedule.evict(state), Dropped.EVICTED)
+        ready = state.ledger.open[Phase.READY]
+        commands += _drop_ready(state, [n for n, t in ready.items() if t.version < oldest], Dropped.STALE)
+    return commands + _drop_ready(state, state.schedule.evict(state), Dropped.EVICTED)
 
 
-def _evict_as(state: ControllerState, numbers: Sequence[int], reason: Dropped) -> list[Command]:
+def _drop_ready(state: ControllerState, numbers: Sequence[int], reason: Dropped) -> list[Command]:
     if not numbers:
         return []
-    ready = _ready(state)
-    commands = [c for n in numbers for c in _vacate(state, ready[n], ready[n].replacement_index)]
-    return state.drop(numbers, reason) + commands
-
-
-def _ready(state: ControllerState) -> dict[int, Ticket]:
-    return state.ledger.open[Phase.READY]
+    ready = state.ledger.open[Phase.READY]
+    gone = [ready[n] for n in numbers]
+    commands = state.drop(numbers, reason)  # first, or one of them could be promoted
+    return commands + [c for t in gone for c in _vacate(state, t, t.replacement_index)]
 
 
 def _train(state: ControllerState, tickets: Sequence[int]) -> list[Command]:
@@ -288,6 +294,8 @@ def _train(state: ControllerState, tickets: Sequence[int]) -> list[Command]:
     state.unfilled_steps = 0
     commands: list[Command] = [Train(tuple(tickets), note), *state.begin_step()]
     if state.schedule.capabilities.stamps_steps:
+        if state.config.dynamic_sampling.surplus == "drop":
+            commands += state.drop(list(state.ledger.ready_of_step.get(step, ())), Dropped.SURPLUS)
         state.ledger.restamp(step, step + 1)
     state.vacancies.pop(step if state.schedule.capabilities.stamps_steps else -1, None)  # the step needs no more
     return commands
@@ -303,6 +311,8 @@ def _admit(state: ControllerState) -> list[Command]:
     if not stamps:
         return []
     exhausted = state.schedule.exhausted(state)
+    if exhausted is not None and state.training:
+        return []  # what is left over then may fill the step
     if exhausted is not None:
         return _retry_step(state, step_exhausted(state, exhausted))
     room = state.schedule.max_open - state.ledger.num_open
@@ -314,9 +324,6 @@ def _retry_step(state: ControllerState, commands: list[Command]) -> list[Command
     """Decides again, after a policy has changed what the step needs."""
     if state.stopped:
         return commands
-    tickets = state.schedule.select(state)
-    if tickets is not None:
-        return [*commands, *_train(state, tickets)]
-    if state.data_ended:
+    if state.data_ended and state.schedule.select(state) is None:
         raise RuntimeError(f"schedule {state.config.schedule.name!r} selects nothing, though nothing more will come")
     return [*commands, *_decide(state)]

@@ -70,14 +70,14 @@ class KeepRate:
 
     def ended(self, tickets: Sequence[Ticket], verdict: Verdict | None) -> None:
         """Groups were judged for the first time; None for those that were cancelled. Failed ones say nothing."""
-        for ticket in tickets:
-            cohort = self._cohorts[ticket.cohort]
+        for (number, source), num in Counter([(t.cohort, t.source) for t in tickets]).items():
+            cohort = self._cohorts[number]
             if verdict is Verdict.KEPT or verdict is Verdict.FILTERED:
-                cohort.judged[ticket.source] += 1
-                cohort.kept[ticket.source] += verdict is Verdict.KEPT
-            cohort.open -= 1
+                cohort.judged[source] += num
+                cohort.kept[source] += num * (verdict is Verdict.KEPT)
+            cohort.open -= num
             if not cohort.open:
-                self._close(self._cohorts.pop(ticket.cohort))
+                self._close(self._cohorts.pop(number))
 
     def _close(self, cohort: _Cohort) -> None:
         for source, judged in cohort.judged.items():

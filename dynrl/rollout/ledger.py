@@ -8,7 +8,7 @@ A ticket is one dispatched group. Only open tickets are held; ended ones are cou
 
 import enum
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -114,46 +114,46 @@ class Ledger:
         cohort: int = 0, source: str = "",
     ) -> Ticket:  # fmt: skip
         """Opens a ticket."""
-        number = self.next_ticket
-        ticket = Ticket(number, task_id, visit, version, step, replacement_index, for_step, 1, cohort, source)
-        self.next_ticket += 1
-        self._enter(Phase.IN_FLIGHT, ticket)
+        ticket = Ticket(
+            self.next_ticket, task_id, visit, version, step, replacement_index, for_step, 1, cohort, source
+        )  # fmt: skip
+        self.dispatch_all([ticket])
         return ticket
+
+    def dispatch_all(self, tickets: Sequence[Ticket]) -> None:
+        """Opens tickets, whose numbers go on where the last one ended."""
+        self.next_ticket += len(tickets)
+        self._enter(Phase.IN_FLIGHT, tickets)
 
     def move(self, numbers: Iterable[int], phase: Phase) -> None:
         """Moves open tickets to another phase. Raises ValueError for one that is not open or cannot come there."""
-        for number in numbers:
-            for source in _FROM[phase]:
-                if number in self.open[source]:
-                    self._enter(phase, self._leave(source, number))
-                    break
-            else:
-                raise ValueError(f"ticket {number} is {self.phase_of(number)}: it cannot become {phase}")
+        numbers = list(numbers)
+        tickets = self._take(numbers, _FROM[phase], f"it cannot become {phase}", to=phase)
+        self.open[phase].update(zip(numbers, tickets, strict=True))
+        if phase not in _RUNNING:  # which it can be entered from only
+            self._index(phase, tickets)
 
     def retry(self, number: int) -> Ticket:
         """Puts a running ticket in flight again, as another attempt."""
-        phase = self.phase_of(number)
-        if phase not in _RUNNING:
-            raise ValueError(f"ticket {number} is {phase}: it cannot be tried again")
-        ticket = self._leave(phase, number)
+        (ticket,) = self._take([number], _RUNNING, "it cannot be tried again")
         ticket = ticket._replace(attempts=ticket.attempts + 1)
-        self._enter(Phase.IN_FLIGHT, ticket)
+        self._enter(Phase.IN_FLIGHT, [ticket])
         return ticket
 
     def stamp(self, number: int, step: int) -> None:
         """Gives an open ticket to another step."""
         phase = self.phase_of(number)
-        self._enter(phase, self._leave(phase, number)._replace(for_step=step))
+        (ticket,) = self._take([number], (phase,))
+        self._enter(phase, [ticket._replace(for_step=step)])
 
     def restamp(self, step: int, new: int) -> None:
         """Gives all open tickets of a step to another."""
-        if step in self.ready_of_step:
-            for number in list(self.ready_of_step[step]):
-                self.stamp(number, new)
-        if self.running_of_step[step]:
-            for phase in _RUNNING:
-                for number in [n for n, t in self.open[phase].items() if t.for_step == step]:
-                    self.stamp(number, new)
+        ready = list(self.ready_of_step.get(step, ()))
+        for phase in (Phase.READY, *_RUNNING):
+            if phase is Phase.READY or self.running_of_step[step]:
+                numbers = ready if phase is Phase.READY else _of_step(self.open[phase], step)
+                tickets = self._take(numbers, (phase,))
+                self._enter(phase, [t._replace(for_step=new) for t in tickets])
 
     def restart(self) -> list[Ticket]:
         """Puts what was being judged back in flight, since the process that had it is gone; all that is in flight."""
@@ -162,13 +162,11 @@ class Ledger:
 
     def end(self, numbers: Iterable[int], *, dropped: Dropped | None = None, failed: bool = False) -> list[Ticket]:
         """Closes tickets: dropped for a reason, failed, or else trained, which only one in training can be."""
-        ended = []
         trained = dropped is None and not failed
-        for number in numbers:
-            phase = self.phase_of(number)
-            if trained and phase is not Phase.TRAINING:
-                raise ValueError(f"ticket {number} is {phase}: only a ready group that is in a batch can be trained")
-            ended.append(self._leave(phase, number))
+        if trained:
+            ended = self._take(numbers, (Phase.TRAINING,), "only a ready group that is in a batch can be trained")
+        else:
+            ended = self._take(numbers, tuple(Phase))
         self.trained += trained * len(ended)
         self.failed += failed * len(ended)
         if dropped is not None:
@@ -178,6 +176,17 @@ class Ledger:
     def in_order(self, phase: Phase) -> list[Ticket]:
         """The open tickets of a phase in dispatch order."""
         return sorted(self.open[phase].values())
+
+    def running(self, number: int) -> Ticket:
+        """A ticket that is in flight or being judged. Raises ValueError for any other."""
+        for phase in _RUNNING:
+            if (ticket := self.open[phase].get(number)) is not None:
+                return ticket
+        raise ValueError(f"ticket {number} is {self.phase_of(number)}: it has been judged already")
+
+    def check_running(self, numbers: Sequence[int]) -> None:
+        """Raises ValueError for a ticket that is neither in flight nor being judged."""
+        self._find(numbers, _RUNNING, "it has been judged already")
 
     def phase_of(self, number: int) -> Phase:
         """Raises ValueError for a ticket that is not open."""
@@ -216,33 +225,73 @@ class Ledger:
         """The inverse of `state_dict`."""
         ledger = cls(state["next_ticket"], state["trained"], state["failed"], dict(state["dropped"]))
         for phase in Phase:
-            for fields in state["open"][phase]:
-                ledger._enter(phase, Ticket(*fields))
+            ledger._enter(phase, [Ticket(*fields) for fields in state["open"][phase]])
         ledger.check()
         return ledger
 
-    def _enter(self, phase: Phase, ticket: Ticket) -> None:
-        self.open[phase][ticket.ticket] = ticket
+    # Many at once, since at thousands of groups per step it is here that the controller's time goes.
+
+    def _find(self, numbers: Sequence[int], phases: Sequence[Phase], why: str) -> dict[Phase, Sequence[int]]:
+        """These tickets by phase. Raises ValueError, with `why`, when one is in none of the phases."""
+        found: dict[Phase, Sequence[int]] = {}
+        for phase in phases:
+            if not numbers:
+                break
+            tickets = self.open[phase]
+            if here := [n for n in numbers if n in tickets]:
+                found[phase] = here
+                numbers = [n for n in numbers if n not in tickets] if len(here) < len(numbers) else ()
+        if numbers:
+            raise ValueError(f"ticket {numbers[0]} is {self.phase_of(numbers[0])}: {why}")
+        return found
+
+    def _take(
+        self, numbers: Iterable[int], phases: Sequence[Phase], why: str = "", to: Phase | None = None
+    ) -> list[Ticket]:  # fmt: skip
+        """Takes tickets out of their phases, all or none of them. Returns them in the same order."""
+        numbers = list(numbers)
+        found = self._find(numbers, phases, why)
+        by_number: dict[int, Ticket] = {}
+        tickets: list[Ticket] = []
+        for phase, here in found.items():
+            pop = self.open[phase].pop
+            tickets = [pop(n) for n in here]
+            if to not in _RUNNING:
+                self._unindex(phase, tickets)
+            if len(found) > 1:
+                by_number.update(zip(here, tickets, strict=True))
+        return [by_number[n] for n in numbers] if by_number else tickets
+
+    def _enter(self, phase: Phase, tickets: Sequence[Ticket]) -> None:
+        self.open[phase].update([(t.ticket, t) for t in tickets])
+        self._index(phase, tickets)
+
+    def _index(self, phase: Phase, tickets: Sequence[Ticket]) -> None:
         if phase in _RUNNING:
-            self.running_of_step[ticket.for_step] += 1
-            self.running_of_version[ticket.version] += 1
+            self.running_of_step.update([t.for_step for t in tickets])
+            self.running_of_version.update([t.version for t in tickets])
         elif phase is Phase.READY:
-            self.ready_of_step.setdefault(ticket.for_step, {})[ticket.ticket] = None
+            for ticket in tickets:
+                self.ready_of_step.setdefault(ticket.for_step, {})[ticket.ticket] = None
 
-    def _leave(self, phase: Phase, number: int) -> Ticket:
-        ticket = self.open[phase].pop(number)
+    def _unindex(self, phase: Phase, tickets: Sequence[Ticket]) -> None:
         if phase in _RUNNING:
-            _decrement(self.running_of_step, ticket.for_step)
-            _decrement(self.running_of_version, ticket.version)
+            _subtract(self.running_of_step, [t.for_step for t in tickets])
+            _subtract(self.running_of_version, [t.version for t in tickets])
         elif phase is Phase.READY:
-            ready = self.ready_of_step[ticket.for_step]
-            del ready[number]
-            if not ready:
-                del self.ready_of_step[ticket.for_step]
-        return ticket
+            for ticket in tickets:
+                ready = self.ready_of_step[ticket.for_step]
+                del ready[ticket.ticket]
+                if not ready:
+                    del self.ready_of_step[ticket.for_step]
 
 
-def _decrement(counts: Counter[int], key: int) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
+def _of_step(tickets: Mapping[int, Ticket], step: int) -> list[int]:
+    return [n for n, t in tickets.items() if t.for_step == step]
+
+
+def _subtract(counts: Counter[int], keys: Sequence[int]) -> None:
+    for key, num in Counter(keys).items():
+        counts[key] -= num
+        if not counts[key]:
+            del counts[key]

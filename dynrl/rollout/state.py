@@ -9,7 +9,7 @@ from typing import Any
 from dynrl.config import RunConfig
 from dynrl.rollout.events import Command, Free, Stop
 from dynrl.rollout.keep_rate import KeepRate
-from dynrl.rollout.ledger import Dropped, Ledger, Ticket
+from dynrl.rollout.ledger import Dropped, Ledger, Phase, Ticket
 from dynrl.rollout.schedules import Schedule
 from dynrl.types import Verdict
 
@@ -31,6 +31,7 @@ class ControllerState:
       train_note: what is said of it.
       vacancies: replacement indices that wait for a draw, by the step that lacks a group (-1 without stamps).
       shortfall: slots that were given up, by step.
+      why_short: why slots were given up, by step.
       held: spread of the groups in Phase.HELD.
       unfilled_steps: attempts in a row to fill a step that came to nothing.
       scanned_for: the step for which ready groups were last looked through for old ones.
@@ -49,11 +50,11 @@ class ControllerState:
     stopped: bool = False
     vacancies: dict[int, list[int]] = field(default_factory=dict)
     shortfall: Counter[int] = field(default_factory=Counter)
+    why_short: dict[int, str] = field(default_factory=dict)
     held: dict[int, float] = field(default_factory=dict)
     unfilled_steps: int = 0
     failed_in_row: int = 0
     scanned_for: int = -1
-    why_short: str = ""  # of the step being filled
     last_failure: str = ""
     verdicts: Counter[str] = field(default_factory=Counter)  # of the step being filled, for messages
     patterns: Counter[str] = field(default_factory=Counter)
@@ -119,17 +120,20 @@ class ControllerState:
         return [Free(tuple(numbers))] if numbers else []
 
     def begin_step(self) -> list[Command]:
-        """A step was handed to the trainer or given up: counts and budgets begin anew, held groups are let go."""
+        """A step was handed to the trainer or given up: counts and budgets begin anew, its held groups are let go."""
         self.schedule.on_step()
         self.verdicts.clear()
         self.patterns.clear()
-        self.why_short = ""
-        for step in [s for s in self.shortfall if s < self.filling]:
-            del self.shortfall[step]
-        return self.drop(list(self.held), Dropped.FILTERED)
+        for by_step in (self.shortfall, self.why_short):
+            for step in [s for s in by_step if s < self.filling]:
+                del by_step[step]
+        held = self.ledger.open[Phase.HELD]
+        return self.drop([n for n in self.held if held[n].for_step < self.filling], Dropped.FILTERED)
 
     def stop(self, reason: str, failed: bool = False) -> list[Command]:
-        """Ends the run."""
+        """Ends the run, once: of several reasons in one event the first one counts."""
+        if self.stopped:
+            return []
         self.stopped = True
         return [Stop(reason, failed)]
 
@@ -157,6 +161,7 @@ class ControllerState:
             setattr(self, name, state[name])
         self.stopped, self.drawing = False, list(state["drawing"])
         self.shortfall, self.held = Counter(dict(state["shortfall"])), dict(state["held"])
+        self.why_short = dict(state["why_short"])
         for name in _COUNTS:
             setattr(self, name, Counter(state[name]))
         self.vacancies = {step: list(indices) for step, indices in state["vacancies"]}
@@ -164,7 +169,7 @@ class ControllerState:
 
 _PLAIN = (
     "step", "version", "training", "train_note", "data_ended", "unfilled_steps", "failed_in_row", "scanned_for",
-    "why_short", "last_failure",
+    "last_failure",
 )  # fmt: skip
-_KEYED = ("shortfall", "held")
+_KEYED = ("shortfall", "why_short", "held")
 _COUNTS = ("verdicts", "patterns", "totals")

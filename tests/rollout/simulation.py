@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynrl.config import RunConfig, from_mapping
+from dynrl.config import RunConfig
 from dynrl.rollout.controller import apply, initial_state
 from dynrl.rollout.events import (
     AttemptsFailed,
@@ -36,10 +36,12 @@ from dynrl.rollout.events import (
 from dynrl.rollout.ledger import Phase, Ticket
 from dynrl.rollout.state import ControllerState
 from dynrl.types import Verdict
+from dynrl.validation import convert
 
 
 def make_config(num_steps=3, batch_size=4, failure=None, schedule=None, train=None, **dynamic_sampling):
-    return from_mapping(
+    return convert(
+        RunConfig,
         {
             "num_steps": num_steps,
             "num_prompts_per_step": batch_size,
@@ -47,7 +49,7 @@ def make_config(num_steps=3, batch_size=4, failure=None, schedule=None, train=No
             "rollout_failure": failure or {},
             "schedule": schedule or {},
             "train": train or {},
-        }
+        },
     )
 
 
@@ -68,6 +70,31 @@ def random_verdict(seed, keep, fail=0.0, stale=0.0):
         return Verdict.KEPT if u < fail + stale + (1 - fail - stale) * keep else Verdict.FILTERED
 
     return verdict
+
+
+def random_judgement(seed, keep, fail=0.0, stale=0.0):
+    """The same with a cause, a spread, and a signal of some that are refused; each attempt fails on its own."""
+    decide = random_verdict(seed, keep, 0.0, stale)
+
+    def judge(ticket):
+        r = random.Random(f"{seed}/{ticket.task_id}/{ticket.visit}/{ticket.attempts}")
+        verdict = Verdict.FAILED if r.random() < fail else decide(ticket)
+        cause: Any = r.choice(["infra", "data", ""]) if verdict is Verdict.FAILED else ""
+        pattern = "mixed" if verdict is Verdict.KEPT else r.choice(["mixed", "all_pass", "all_fail"])
+        signal = verdict is Verdict.FILTERED and pattern == "mixed"
+        return Judgement(ticket.ticket, verdict, pattern, cause, r.random(), signal)
+
+    return judge
+
+
+def randomly_lost(seed, rate):
+    """Each attempt on its own."""
+    return lambda ticket: unit("lost", seed, ticket.task_id, ticket.visit, ticket.attempts) < rate
+
+
+def payload_of(ticket):
+    """Stands for tokens and log-probs: a hash of all that determines them."""
+    return unit("payload", ticket.task_id, ticket.visit, ticket.version, ticket.attempts)
 
 
 def no_time(ticket):
@@ -115,6 +142,8 @@ class Simulation:
     judging: dict = field(default_factory=dict)
     ready: set = field(default_factory=set)
     held: set = field(default_factory=set)
+    buffer: dict = field(default_factory=dict)  # ticket -> its payload's hash, from judgement to training
+    train_due: Any = None  # when a step that was under way at the checkpoint is done
     training: Any = None  # (when, tickets)
     ended: dict = field(default_factory=lambda: dict.fromkeys(("trained", "failed", "filtered", "stale", "freed"), 0))
     num_dispatched: int = 0
@@ -150,12 +179,16 @@ class Simulation:
 
     def apply(self, event):
         self._book(event)
+        failures = self.state.ledger.failed, self.state.failed_in_row
         self.state, commands = apply(self.state, event)
+        self._check_failures(event, *failures)
         for command in commands:
             if isinstance(command, Free):  # freed before anything else, as the loop does
                 assert set(command.tickets) <= self.ready | self.held
                 self.ready -= set(command.tickets)
                 self.held -= set(command.tickets)
+                for number in command.tickets:
+                    del self.buffer[number]
                 self.ended["freed"] += len(command.tickets)
                 self.freed.append(command.tickets)
             elif isinstance(command, Retry):
@@ -165,7 +198,6 @@ class Simulation:
                 self.ended["failed"] -= 1
             else:
                 self.queue.append(command)
-        self.held -= self.ready  # relaxed ones are noted by `check`
         self.check()
         if self.hook:
             self.hook(self)
@@ -177,10 +209,13 @@ class Simulation:
                 self.judging[number] = self.now + self.durations(ticket)[1], ticket
         elif isinstance(event, GroupsJudged):
             for j in event.judgements:
-                del self.judging[j.ticket]
+                _, ticket = self.judging.pop(j.ticket)
+                holds = j.signal and self.config.dynamic_sampling.on_exhausted == "relax"
+                if j.verdict is Verdict.KEPT or (holds and not self._too_old(ticket)):
+                    self.buffer[j.ticket] = payload_of(ticket)
                 if j.verdict is Verdict.KEPT:
                     self.ready.add(j.ticket)
-                elif j.signal and self.config.dynamic_sampling.on_exhausted == "relax":
+                elif holds and not self._too_old(ticket):
                     self.held.add(j.ticket)
                 else:
                     self.ended[j.verdict] += 1
@@ -217,7 +252,8 @@ class Simulation:
                 self._check_train(tickets, note)
                 self.ready -= set(tickets)
                 self.trains.append((tickets, note))
-                self.training = self.now + (self.train_ticks if self.overlaps else 0), tickets
+                due = self.now + self.train_ticks if self.train_due is None else self.train_due
+                self.training, self.train_due = (due if self.overlaps else self.now, tickets), None
                 if not self.overlaps:
                     self._trained()
             case Cancel():
@@ -235,7 +271,11 @@ class Simulation:
         size = self.config.num_prompts_per_step
         assert set(tickets) <= self.ready, set(tickets) - self.ready
         assert list(tickets) == sorted(set(tickets))  # distinct, in dispatch order
-        assert len(tickets) == size or (0 < len(tickets) < size and note.startswith("short step: "))
+        assert len(tickets) == size or (0 < len(tickets) < size and note.removeprefix("short step: ") not in ("", note))
+        for number in tickets:
+            ticket = self.state.ledger.open[Phase.TRAINING][number]
+            assert ticket[:3] == self.tickets[number][:3]
+            assert self.buffer.pop(number) == payload_of(ticket)
         start = len(self.trains) * self.config.versions_per_step
         self.ages.append([start - self.tickets[n].version for n in tickets])
 
@@ -256,6 +296,17 @@ class Simulation:
         else:
             self._trained()
 
+    def _too_old(self, ticket):
+        return ticket.version < self.state.schedule.oldest_version(self.state)
+
+    def _check_failures(self, event, failed, in_row):
+        """What is filtered, kept or stale is no failure."""
+        if isinstance(event, GroupsJudged) and all(j.verdict is not Verdict.FAILED for j in event.judgements):
+            assert self.state.ledger.failed == failed
+            assert self.state.failed_in_row == 0
+        elif not isinstance(event, GroupsJudged | AttemptsFailed):
+            assert (self.state.ledger.failed, self.state.failed_in_row) == (failed, in_row)
+
     def judgement(self, ticket):
         verdict = self.verdict(ticket)
         if isinstance(verdict, Judgement):
@@ -266,7 +317,7 @@ class Simulation:
         """Conservation (law 5), from this book."""
         totals = self.state.ledger.totals()
         dropped = totals["dropped"]
-        relaxed = self.held & self.state.ledger.open[Phase.READY].keys()
+        relaxed = self.held - self.state.held.keys()
         self.held -= relaxed
         self.ready |= relaxed
         assert totals["dispatched"] == self.num_dispatched
@@ -283,7 +334,8 @@ class Simulation:
             assert self.state.ledger.open[Phase(phase)].keys() == set(numbers), phase
         num_open = sum(totals[str(phase)] for phase in Phase)
         assert totals["dispatched"] == totals["trained"] + totals["failed"] + sum(dropped.values()) + num_open
-        assert num_open <= self.state.schedule.max_open + len(self.state.held)
+        assert num_open <= self.state.schedule.max_open
+        assert self.buffer.keys() == self.ready | self.held
         ledger = self.state.ledger
         running = [t for phase in (Phase.IN_FLIGHT, Phase.JUDGING) for t in ledger.open[phase].values()]
         for counts, key in ((ledger.running_of_step, "for_step"), (ledger.running_of_version, "version")):
@@ -309,9 +361,11 @@ class Simulation:
         again.state.load_state_dict(json.loads(document))
         for name, value in copy.deepcopy(book).items():
             setattr(again, name, value)
-        if again.training and not in_flight:
+        if again.training:  # the step is made again, from the checkpoint's weights; it takes as long as it would have
             again.trains.pop()
             again.ages.pop()
+            again.train_due = again.training[0]
+            again.buffer |= {n: payload_of(again.state.ledger.open[Phase.TRAINING][n]) for n in again.training[1]}
         again.ready |= again.state.ledger.open[Phase.TRAINING].keys()
         again.training = None
         if not in_flight:
@@ -322,10 +376,36 @@ class Simulation:
 
 
 _BOOK = (
-    "now", "drawn", "in_flight", "judging", "ready", "held", "training", "ended", "num_dispatched", "trains", "ages",
+    "now", "drawn", "in_flight", "judging", "ready", "held", "buffer", "training", "ended", "num_dispatched", "trains",
+    "ages",
 )  # fmt: skip
 
 
 def expected_exhaustions(p, limit, slots):
     """Slots whose lineage of 1 + limit independent groups is filtered to its end."""
     return math.pow(p, limit + 1) * slots
+
+
+def run_at_once(config, is_dropped):
+    """The state after a run in which everything takes no time; nothing but the verdicts is looked at."""
+    state = initial_state(config)
+    state, commands = apply(state, Resumed())
+    drawn = 0
+    while not state.stopped:
+        events = []
+        for command in commands:
+            if isinstance(command, Draw):
+                draws = tuple(Drawn(n, 0) for n in range(drawn, drawn + command.num))
+                drawn += command.num
+                events.append(TasksDrawn(draws, command.num))
+            elif isinstance(command, Dispatch):
+                kept = Verdict.KEPT, "mixed"
+                judgements = (Judgement(t.ticket, *((Verdict.FILTERED, "all_fail") if is_dropped(t) else kept))
+                              for t in command.tickets)  # fmt: skip
+                events.append(GroupsJudged(tuple(judgements)))
+            elif isinstance(command, Train):
+                events.append(StepTrained((state.step + 1) * config.versions_per_step))
+        commands = []
+        for event in events:
+            commands += apply(state, event)[1]
+    return state

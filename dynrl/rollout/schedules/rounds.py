@@ -36,6 +36,7 @@ class Rounds(BaseSchedule):
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._batch_size = config.dynamic_sampling, config.num_prompts_per_step
+        self._training = self._batch_size if config.schedule.mode == "async" else 0
         self._state = RoundsState()
 
     @property
@@ -45,8 +46,9 @@ class Rounds(BaseSchedule):
 
     @property
     def max_open(self) -> int:
-        """What a step may leave over, and the largest round."""
-        return self._batch_size - 1 + math.ceil(self._batch_size * largest_factor(self._config))
+        """What a step may leave over, the largest round, and a batch where it is trained meanwhile."""
+        largest = math.ceil(self._batch_size * largest_factor(self._config))
+        return self._batch_size - 1 + largest + self._training
 
     def admit(self, view: View) -> Sequence[int]:
         """A round when everything dispatched has been judged and the step is not full."""
@@ -81,7 +83,7 @@ class Rounds(BaseSchedule):
 
     def oldest_version(self, view: View) -> int:
         """Carried groups may have `max_surplus_age_versions`."""
-        return view.version - self._config.max_surplus_age_versions
+        return view.filling * view.versions_per_step - self._config.max_surplus_age_versions
 
     def exhausted(self, view: View) -> Exhausted | None:
         """The budget that forbids another round, with its key."""

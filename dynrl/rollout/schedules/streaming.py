@@ -5,12 +5,25 @@ fits into that bound is dispatched ahead, so that the sampler is never without w
 """
 
 import math
+import sys
 from collections.abc import Sequence
 
 from dynrl.config import RunConfig
 from dynrl.rollout.ledger import Phase
 from dynrl.rollout.schedules.base import BaseSchedule, Capabilities, View, oldest_first
 from dynrl.rollout.schedules.rounds import largest_factor
+
+
+def most_running(config: RunConfig) -> int:
+    """Groups under way at once that are of use: B, or twice what the slots hold.
+
+    Twice, since the rollouts of a group end one by one. What waits behind these would only grow old: under a window
+    of several steps, as old as the window.
+    """
+    slots = config.sampler.num_slots
+    if not slots:  # as many as memory holds, which nobody knows here
+        return sys.maxsize
+    return max(2 * math.ceil(slots / config.num_generations_per_prompt), config.num_prompts_per_step)
 
 
 class InOrder(BaseSchedule):
@@ -36,13 +49,15 @@ class InOrder(BaseSchedule):
         return range(view.filling, min(ahead + 1, view.num_steps))
 
     def admit(self, view: View) -> Sequence[int]:
-        """What each step in reach still lacks, the nearest one first; the surplus of one serves the next."""
-        ledger, stamps, missing, running, full = view.ledger, [], 0, 0, 0
+        """What each step in reach still lacks, the nearest one first."""
+        ledger, stamps = view.ledger, []
+        ready = running = 0  # what nearer steps have too many, which will be this one's
         for step in self._steps(view):
-            missing += view.size(step) - ledger.ready_for(step)
-            running += ledger.running_of_step[step]
-            full += self._batch_size
-            stamps += [step] * (view.wanted(missing, full) - running - len(stamps))
+            ready, running = ready + ledger.ready_for(step), running + ledger.running_of_step[step]
+            missing = view.size(step) - ready
+            wanted = view.wanted(missing, self._batch_size) if missing > 0 else 0
+            stamps += [step] * (wanted - running)
+            ready, running = max(-missing, 0), max(running - wanted, 0)
         return stamps
 
     def select(self, view: View) -> list[int] | None:
@@ -77,6 +92,7 @@ class ReadyFirst(BaseSchedule):
         self._staleness = config.schedule.max_staleness_versions
         self._num_steps = self._staleness // config.versions_per_step + 1  # in reach
         self._factor = largest_factor(config.dynamic_sampling)
+        self._most_running = most_running(config)
 
     def _horizon(self, view: View) -> int:
         """Steps, from the one being filled on, that may train what is dispatched now."""
@@ -90,7 +106,7 @@ class ReadyFirst(BaseSchedule):
         missing = full - (self._batch_size - view.size(view.filling)) - view.ledger.level(Phase.READY)
         if horizon == 0 or missing <= 0:
             return []
-        return [-1] * (view.wanted(missing, full) - view.ledger.num_running)
+        return [-1] * (min(view.wanted(missing, full), self._most_running) - view.ledger.num_running)
 
     def select(self, view: View) -> list[int] | None:
         """What would be too old afterwards, all of it, and then whatever the schedule prefers."""
@@ -121,7 +137,8 @@ class ReadyFirst(BaseSchedule):
     @property
     def max_open(self) -> int:
         """All that may be dispatched for the steps in reach, what may be ready for them, and a batch."""
-        return math.ceil(self._batch_size * (self._num_steps * (self._factor + 1) + 1))
+        running = min(math.ceil(self._batch_size * self._num_steps * self._factor), self._most_running)
+        return self._batch_size * (self._num_steps + 1) + running
 
 
 class WeightFifo(ReadyFirst):
@@ -145,13 +162,14 @@ class Windowed(BaseSchedule):
         self._staleness, self._freshest = config.schedule.max_staleness_versions, config.schedule.sample_freshest_first
         self._num_steps = self._staleness // config.versions_per_step + 1  # of the window
         self._factor = largest_factor(config.dynamic_sampling)
+        self._most_running = most_running(config)
 
     def admit(self, view: View) -> Sequence[int]:
         """Whatever is missing to the number of groups that run at once."""
         if view.filling >= view.num_steps:
             return []
         full = min(self._num_steps, view.num_steps - view.filling) * self._batch_size
-        return [-1] * (view.wanted(full, full) - view.ledger.num_running)
+        return [-1] * (min(view.wanted(full, full), self._most_running) - view.ledger.num_running)
 
     def select(self, view: View) -> list[int] | None:
         """B groups of the window."""
@@ -174,4 +192,5 @@ class Windowed(BaseSchedule):
     @property
     def max_open(self) -> int:
         """What runs at once, what is ready, and a batch."""
-        return math.ceil(self._batch_size * (self._num_steps * (self._factor + 1) + 1))
+        running = min(math.ceil(self._batch_size * self._num_steps * self._factor), self._most_running)
+        return self._batch_size * (self._num_steps + 1) + running

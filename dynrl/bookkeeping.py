@@ -73,6 +73,8 @@ class Bookkeeper:
             fetched = jax.tree.map(np.asarray, dict(self._device_metrics))
             self._pending |= {k: int(v) if v.dtype.kind in "iu" else float(v) for k, v in fetched.items()}
             self._device_metrics = {}
+            rate, keep = self._pending["train_step/learning_rate"], self._pending["group_filter/keep_rate_posterior"]
+            self._pending["train_step/learning_rate_over_keep_rate"] = rate / keep if rate and keep else None
             self.nonfinite_updates += int(self._pending["train_step/nonfinite"] or 0)
         return self._pending
 

@@ -78,6 +78,7 @@ REGISTRY: dict[str, str] = {
     "sampler/tokens": "completion tokens generated for this step",
     "sampler/tokens_per_sec": "the same per second of sampling",
     "sampler/slot_utilisation": "tokens made per row-step computed, this step",
+    "train_step/learning_rate_over_keep_rate": "per group generated: a filter makes steps larger, over what it judges",
     "train_step/*": "see dynrl.training.step; means over the updates of the step",
     "time/*": "seconds",
     "eval/main/pass_at_1": "share of evaluation tasks solved by one completion",

@@ -69,14 +69,7 @@ class AttemptsFailed:
 
 @dataclass(frozen=True)
 class StepTrained:
-    """The batch of a Train command went through the optimizer; the weights have now seen `version` updates."""
-
-    version: int
-
-
-@dataclass(frozen=True)
-class WeightsPublished:
-    """The sampler has the weights of this version: groups dispatched from now on are its own."""
+    """The batch of a Train command went through the optimizer, and the sampler has the weights of this version."""
 
     version: int
 
@@ -99,7 +92,7 @@ class Resumed:
 
 
 Event = (
-    TasksDrawn | GroupsGenerated | GroupsJudged | AttemptsFailed | StepTrained | WeightsPublished | StopRequested
+    TasksDrawn | GroupsGenerated | GroupsJudged | AttemptsFailed | StepTrained | StopRequested
     | Resumed
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -22,10 +22,10 @@ import numpy as np
 
 from dynrl.config import RunConfig
 from dynrl.core import shaped_rewards
-from dynrl.journal import Journal
-from dynrl.models.sharding import any_process, common_number, local_rows
+from dynrl.models.sharding import any_process, local_rows
 from dynrl.models.tokenizer import Tokenizer
 from dynrl.rollout.buffer import RECORD, GroupBuffer
+from dynrl.rollout.deadlines import Deadlines
 from dynrl.rollout.events import AttemptsFailed, GroupsGenerated, GroupsJudged, Judgement
 from dynrl.rollout.judge import Judge
 from dynrl.rollout.ledger import Ticket
@@ -93,20 +93,16 @@ class Producer:
         self._params = SamplingParams(c.temperature, c.max_completion_tokens, stop_strings=c.stop_strings)
         # In rounds nothing is decided before all are there: they come in as few payloads as possible.
         self._min_groups = player.sampler.groups_per_poll(config.num_generations_per_prompt) if in_rounds else 1
-        self._deadline_secs = config.rollout_failure.group_deadline_secs
-        self._metrics = [name for name in (config.dynamic_sampling.metric, *config.loss.rewards) if name != "score"]
-        self.journal = Journal()  # of the run, once it has a workdir
+        metrics = [name for name in (config.dynamic_sampling.metric, *config.loss.rewards) if name != "score"]
+        self.deadlines = Deadlines(config.rollout_failure.group_deadline_secs, metrics)
         self._tickets: dict[int, Ticket] = {}  # dispatched and not judged
         self._tasks: dict[int, Task] = {}
-        self._since: dict[int, float] = {}  # their dispatch, where there is a deadline
-        self._retries: list[tuple[float, Ticket]] = []  # when they are due
         self._handed_over: deque[HandedOver] = deque()
         self._scores: dict[int, Scores] = {}  # by ticket
         self._awaited: dict[int, int] = {}  # tickets, by their number with the verifiers
         self._too_long: list[Ticket] = []  # whose prompts do not fit
         self._judged: list[JudgedGroups] = []
         self._skipped: list[Ticket] = []  # since `take_skipped`
-        self._epoch, self._now = time.monotonic(), 0.0  # seconds since, the same on every process
         self._problem: Exception | None = None  # of this process; raised where all processes hear of it
         self.num_polls = 0
         self.secs = {"sampler": 0.0, "reward": 0.0, "backfill": 0.0}  # by phase, since `take_secs`
@@ -142,7 +138,6 @@ class Producer:
         tasks = self._store.get([t.task_id for t in tickets])
         limit = self._config.tasks.max_prompt_tokens
         requests, theirs = [], []
-        self._read_clock()
         for t, task in zip(tickets, tasks, strict=True):
             request = self._request(t, task)
             if len(request.prompt) > limit and self._config.tasks.long_prompts == "skip":
@@ -151,8 +146,9 @@ class Producer:
                 requests.append(request)
                 theirs.append(task)
         self._player.submit(requests, theirs)
-        for t, task in zip(tickets, tasks, strict=True):
-            self._tickets[t.ticket], self._tasks[t.ticket], self._since[t.ticket] = t, task, self._now
+        self._tickets |= {t.ticket: t for t in tickets}
+        self._tasks |= {t.ticket: task for t, task in zip(tickets, tasks, strict=True)}
+        self.deadlines.began(tickets)
 
     def _request(self, t: Ticket, task: Task) -> Request:
         prompt, g = self._encode(task), self._config.num_generations_per_prompt
@@ -167,19 +163,15 @@ class Producer:
     def retry(self, ticket: Ticket, delay_secs: float) -> None:
         """Forgets what there is of the group's last attempt, and dispatches it again after a while."""
         self.cancel([ticket.ticket])
-        self._read_clock()
         self._tickets[ticket.ticket] = ticket
-        self._retries.append((self._now + delay_secs, ticket))
+        self.deadlines.wait(ticket, delay_secs)
 
     def cancel(self, numbers: Sequence[int]) -> None:
         """Nobody waits for these groups any more."""
         gone = set(numbers)
         self._player.cancel(numbers)
-        self._retries = [r for r in self._retries if r[1].ticket not in gone]
         self._awaited = {i: t for i, t in self._awaited.items() if t not in gone}
-        for number in numbers:
-            for known in (self._tickets, self._tasks, self._since, self._scores):
-                known.pop(number, None)
+        self._forget(gone)
         for handed in self._handed_over:
             rows_P = np.isin(handed.groups.tickets_P, numbers)
             if rows_P.any():
@@ -187,6 +179,12 @@ class Producer:
                 handed.groups = dataclasses.replace(
                     handed.groups, tickets_P=tickets_P, valid_P=handed.groups.valid_P & ~rows_P
                 )
+
+    def _forget(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            for known in (self._tickets, self._tasks, self._scores):
+                known.pop(number, None)
+        self.deadlines.forget(numbers)
 
     def cancel_all(self) -> None:
         """The run is over."""
@@ -197,7 +195,7 @@ class Producer:
     def poll(self) -> Events:
         """One chunk of decoding, or a wait for verifiers; events in the order in which the controller takes them."""
         self.num_polls += 1
-        events = self._watch_clock()
+        events = self._watch_deadlines()
         if self._player.num_in_flight:
             begin = time.perf_counter()
             groups = self._player.poll(self._min_groups)
@@ -211,9 +209,23 @@ class Producer:
         begin = time.perf_counter()
         events += self._judge_all(due)
         self.secs["backfill"] += time.perf_counter() - begin
-        if not events and self._retries and len(self._retries) == len(self._tickets):
+        if not events and self._tickets and self.deadlines.num_waiting == len(self._tickets):
             time.sleep(0.02)  # nothing else to do
         return events
+
+    def _watch_deadlines(self) -> Events:
+        """Dispatches again what has waited, and gives up groups that take too long."""
+        due = self.deadlines.due()
+        if due:
+            self.dispatch(due)
+        late = self.deadlines.late(self._tickets, self.num_polls)
+        if not late:
+            return []
+        secs = f"rollout_failure.group_deadline_secs = {self._config.rollout_failure.group_deadline_secs:g}"
+        first = self._tasks[late[0]].task_id
+        self.cancel(late)
+        why = f"{len(late)} groups were not judged within {secs}, the first one of task {first}"
+        return [AttemptsFailed(tuple(late), why)]
 
     def receive(self, groups: Groups) -> Events:
         """Takes finished groups, from `poll` or from whoever polls the sampler for something else meanwhile."""
@@ -247,22 +259,7 @@ class Producer:
         for s in scores:
             ticket = self._awaited.pop(s.ticket, None)
             if ticket is not None:
-                self._scores[ticket] = self._with_timeouts(s, self._tickets[ticket])
-
-    def _with_timeouts(self, scores: Scores, t: Ticket) -> Scores:
-        """Whatever missed its deadline, now or before a restart."""
-        key = ("timeout", t.task_id, t.visit, t.attempts)
-        now = [i for i, status in enumerate(scores.statuses) if status is Status.TIMEOUT]
-        before = self.journal.get(*key)
-        if before is None:
-            if now:
-                self.journal.write(key, now)
-            return scores
-        missed = set(before)
-        statuses = [Status.TIMEOUT if i in missed else status for i, status in enumerate(scores.statuses)]
-        none = dict.fromkeys(self._metrics, 0.0)
-        rewards = [Reward(0.0, none) if i in missed else reward for i, reward in enumerate(scores.rewards)]
-        return scores._replace(statuses=tuple(statuses), rewards=tuple(rewards))
+                self._scores[ticket] = self.deadlines.with_timeouts(s, self._tickets[ticket])
 
     def _collect(self, found: Callable[[], list[Scores]]) -> None:
         self.collect(self._guarded(found) or ())
@@ -270,7 +267,7 @@ class Producer:
     def _due(self) -> list[Groups]:
         """The sets that are judged now, complete with their scores."""
         if self._in_rounds:
-            if self._player.num_in_flight or self._retries:
+            if self._player.num_in_flight or self.deadlines.num_waiting:
                 return []
             num = len(self._handed_over)
         elif self._config.schedule.clock == "wall":
@@ -298,44 +295,6 @@ class Producer:
         mine = groups.tickets_P[groups.valid_P & groups.owned_P].tolist()
         return all(t in self._scores for t in mine)
 
-    # ---- Time ----
-
-    def _read_clock(self) -> None:
-        """The first process's time, where anything depends on it."""
-        if self._deadline_secs or self._config.rollout_failure.retry_backoff_secs:
-            self._now = common_number(int((time.monotonic() - self._epoch) * 100)) / 100
-
-    def _watch_clock(self) -> Events:
-        """Dispatches retries that are due, and gives up groups that are past their deadline."""
-        if self._retries or (self._deadline_secs and self._tickets):
-            self._read_clock()
-        due = [t for when, t in self._retries if when <= self._now]
-        if due:
-            self._retries = [r for r in self._retries if r[0] > self._now]
-            self.dispatch(due)
-        if not self._deadline_secs:
-            return []
-        late = [number for number, since in sorted(self._since.items()) if self._is_late(self._tickets[number], since)]
-        if not late:
-            return []
-        why = (
-            f"{len(late)} groups were not judged within rollout_failure.group_deadline_secs = {self._deadline_secs:g}, "
-            f"the first one of task {self._tasks[late[0]].task_id}"
-        )
-        self.cancel(late)
-        return [AttemptsFailed(tuple(late), why)]
-
-    def _is_late(self, t: Ticket, since: float) -> bool:
-        """By the clock, or in the same poll as before a restart."""
-        key = ("deadline", t.task_id, t.visit, t.attempts)
-        poll = self.journal.get(*key)
-        if poll is not None:
-            return self.num_polls >= poll
-        late = self._now - since > self._deadline_secs
-        if late and jax.process_index() == 0:
-            self.journal.write(key, self.num_polls)
-        return late
-
     # ---- Judgement ----
 
     def _judge_all(self, due: Sequence[Groups]) -> Events:
@@ -348,9 +307,7 @@ class Producer:
         judgements += [Judgement(t.ticket, Verdict.FILTERED, "too_long") for t in self._too_long]
         self._skipped += self._too_long
         self._too_long = []
-        for j in judgements:
-            for known in (self._tickets, self._tasks, self._since, self._scores):
-                known.pop(j.ticket, None)
+        self._forget({j.ticket for j in judgements})
         return [GroupsJudged(tuple(sorted(judgements)))] if judgements else []
 
     def _judge_groups(self, groups: Groups) -> JudgedGroups:
@@ -397,8 +354,7 @@ class Producer:
         """JSON-able; `arrays` are apart."""
         return {
             "tickets": [list(t) for t in self._tickets.values()],
-            "age": {str(t): self._now - since for t, since in self._since.items()},
-            "retries": [[when - self._now, t.ticket] for when, t in self._retries],
+            "deadlines": self.deadlines.state_dict(),
             "handed_over": [
                 [h.poll, h.groups.tickets_P.tolist(), h.groups.valid_P.tolist(), h.groups.owned_P.tolist()]
                 for h in self._handed_over
@@ -411,12 +367,10 @@ class Producer:
 
     def load_state_dict(self, state: Mapping[str, Any], arrays: Sequence[Payload]) -> None:
         """The inverse. What was with the verifiers goes there again."""
-        self._read_clock()
         self._tickets = {t[0]: Ticket(*t) for t in state["tickets"]}
         tasks = self._store.get([t.task_id for t in self._tickets.values()])
         self._tasks = dict(zip(self._tickets, tasks, strict=True))
-        self._since = {int(t): self._now - age for t, age in state["age"].items()}
-        self._retries = [(self._now + left, self._tickets[t]) for left, t in state["retries"]]
+        self.deadlines.load_state_dict(state["deadlines"], self._tickets)
         self._too_long = [self._tickets[t] for t in state["too_long"]]
         self.num_polls = state["num_polls"]
         for (poll, *masks), payload in zip(state["handed_over"], arrays, strict=True):

@@ -25,7 +25,7 @@ from dynrl.core import (
 from dynrl.models import sharding
 from dynrl.models.decoder import Params
 from dynrl.models.policy import completion_logprobs
-from dynrl.training.state import TrainState
+from dynrl.training.state import TrainState, learning_rate
 from dynrl.types import Array, Finish, TrainBatch
 
 Sums = dict[str, tuple[Array, Array]]
@@ -216,7 +216,7 @@ def train_step(
       any, and the number of non-finite ones.
     """
     per_epoch = config.train.num_minibatches
-    num_updates = config.train.num_epochs * per_epoch
+    num_updates, step = config.versions_per_step, state.updates // config.versions_per_step
     part, metrics = prepare(state, batch, config, on_policy=num_updates == 1)
     one = partial(update, part=part, config=config, optimizer=optimizer, shards=shards)
     if num_updates == 1:
@@ -224,7 +224,9 @@ def train_step(
     else:
         state, stacked = jax.lax.scan(lambda s, i: one(s, index=i % per_epoch), state, jnp.arange(num_updates))
         sums, nonfinite = jax.tree.map(lambda x: x.sum(0), stacked)
+    rate = learning_rate(config.train, config.num_steps)
     metrics |= {f"train_step/{name}": safe_divide(total, count) for name, (total, count) in sums.items()}
+    metrics["train_step/learning_rate"] = jnp.float32(rate(step))
     return state, metrics | {"train_step/nonfinite": nonfinite}
 
 

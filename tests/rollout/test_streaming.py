@@ -8,7 +8,7 @@ from etils import epath
 from test_rounds import TOKENIZER, G, L, ScriptedSampler, ScriptedVerifiers, Store, T, config, player, tickets
 
 from dynrl.journal import Journal
-from dynrl.rollout import producer as producer_module
+from dynrl.rollout import deadlines
 from dynrl.rollout.buffer import GroupBuffer
 from dynrl.rollout.events import AttemptsFailed, GroupsGenerated, GroupsJudged
 from dynrl.rollout.judge import Judge
@@ -67,7 +67,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr(producer_module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(deadlines.time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_a_deadline_passes_in_the_same_poll_after_a_restart(mesh1, parts, monkey
     clock = Clock(monkeypatch)
     for late in (11.0, 0.0):  # the second life is faster
         producer = streaming(parts, Sampler(mesh1, [None] * 5 + [(2,)]), SlowVerifiers(), group_deadline_secs=10.0)
-        producer.journal = Journal(epath.Path(tmp_path))
+        producer.deadlines.journal = Journal(epath.Path(tmp_path))
         producer.dispatch(tickets(2))
         assert producer.poll() == producer.poll() == []
         clock.now += late
@@ -183,7 +183,7 @@ def test_a_verifier_that_missed_its_deadline_once_misses_it_after_a_restart(mesh
     verdicts = []
     for slow in (True, False):
         producer = streaming(parts, Sampler(mesh1, [(1,)], {1: ("1", "1")}), Verifiers(slow))
-        producer.journal = Journal(epath.Path(tmp_path))
+        producer.deadlines.journal = Journal(epath.Path(tmp_path))
         producer.dispatch(tickets(1))
         producer.poll()
         (judged,) = producer.take_judged()

@@ -172,6 +172,8 @@ class Loop:
             if not self._queue:
                 if self._training is not None and self._step_is_over(self._training):
                     self._finish_step(self._training)
+                elif self.parts.producer.idle:
+                    raise RuntimeError(f"the controller waits in step {self.controller.step}, and nothing is under way")
                 else:
                     self._produce()
                 continue
@@ -278,7 +280,7 @@ class Loop:
             self._await_weights()  # the checkpoint's copy of the row is whole
             self.books.save()
         self._stopping = any_process(self._interrupt.requested)
-        if self._stopping:
+        if self._stopping and not self.controller.stopped:
             self._queue.clear()
             self._advance(StopRequested("interrupted"))
 

@@ -25,11 +25,11 @@ def slot_exhausted(state: ControllerState, ticket: Ticket) -> list[Command]:
     advice = f"a dynamic_sampling.max_replacements_per_slot above {limit} goes on for longer"
     if policy == "carry":
         times, rest = divmod(ticket.replacement_index + 1, limit + 1)
-        commands = _vacant_again(state, ticket)
+        _vacant_again(state, ticket)
         if rest:
-            return commands
+            return []
         state.totals["exhausted_slots"] += 1
-        return commands + _unfilled(state, f"{why} {times} times", times)
+        return _unfilled(state, f"{why} {times} times", times)
     state.totals["exhausted_slots"] += ticket.replacement_index == limit  # once, where it goes on
     if policy == "short":
         return give_up_slot(state, step, f"{state.shortfall[step] + 1} slots used up {key}")
@@ -37,14 +37,15 @@ def slot_exhausted(state: ControllerState, ticket: Ticket) -> list[Command]:
         if _relax(state, 1, ticket.for_step):
             return []
         if ticket.replacement_index <= 2 * limit:  # one that the filter refused may still come
-            return _vacant_again(state, ticket)
+            _vacant_again(state, ticket)
+            return []
     return _raise(state, Exhausted(f"{why}; {_expected(state)}", advice))
 
 
-def _vacant_again(state: ControllerState, ticket: Ticket) -> list[Command]:
+def _vacant_again(state: ControllerState, ticket: Ticket) -> None:
+    """The slot's next replacement, beyond its budget."""
     step = max(ticket.for_step, state.filling) if ticket.for_step >= 0 else -1
     state.vacancies.setdefault(step, []).append(ticket.replacement_index + 1)
-    return []
 
 
 def step_exhausted(state: ControllerState, exhausted: Exhausted) -> list[Command]:

@@ -125,7 +125,8 @@ def _judged(state: ControllerState, event: GroupsJudged) -> list[Command]:
     if stale := [j.ticket for j in judgements if j.verdict is Verdict.STALE]:
         gone = ledger.end(stale, dropped=Dropped.STALE)
         state.count(Verdict.STALE, gone)
-        commands += [c for t in gone for c in _vacate(state, t, t.replacement_index)]
+        for ticket in gone:
+            _vacate(state, ticket, ticket.replacement_index)
     # In the order in which they came: a group that did not fail ends a run of failures.
     for j in judgements if failed else ():
         if j.verdict is Verdict.FAILED:
@@ -162,7 +163,7 @@ def _filtered(state: ControllerState, judgements: list[Judgement]) -> list[Comma
     for ticket in tickets:
         index = ticket.replacement_index + 1
         if index <= limit or state.schedule.capabilities.has_rounds:
-            commands += _vacate(state, ticket, index)
+            _vacate(state, ticket, index)
         else:
             commands += slot_exhausted(state, ticket)
     return commands + _let_go(state)
@@ -185,7 +186,7 @@ def _let_go(state: ControllerState) -> list[Command]:
     return state.drop(sorted(state.held, key=lambda n: (state.held[n], -n))[:excess], Dropped.FILTERED)
 
 
-def _vacate(state: ControllerState, ticket: Ticket, index: int) -> list[Command]:
+def _vacate(state: ControllerState, ticket: Ticket, index: int) -> None:
     """The place of a dropped group goes to a fresh draw, of replacement index `index`.
 
     Under a schedule that stamps steps, a finished group of the latest possible step takes the place at once, and the
@@ -201,7 +202,6 @@ def _vacate(state: ControllerState, ticket: Ticket, index: int) -> list[Command]
         step = max(step, state.filling)
     if not state.schedule.capabilities.has_rounds:
         state.vacancies.setdefault(step, []).append(index)
-    return []
 
 
 def _attempts_failed(state: ControllerState, event: AttemptsFailed) -> list[Command]:
@@ -230,7 +230,8 @@ def _failed(state: ControllerState, number: int, cause: str, judged: bool = Fals
         return commands
     if budget.on_dropped_prompt == "shrink" and not state.schedule.capabilities.has_rounds:
         return commands + shrink(state, ticket)
-    return commands + _vacate(state, ticket, ticket.replacement_index)
+    _vacate(state, ticket, ticket.replacement_index)
+    return commands
 
 
 def _trained(state: ControllerState, event: StepTrained) -> list[Command]:
@@ -283,7 +284,9 @@ def _drop_ready(state: ControllerState, numbers: Sequence[int], reason: Dropped)
     ready = state.ledger.open[Phase.READY]
     gone = [ready[n] for n in numbers]
     commands = state.drop(numbers, reason)  # first, or one of them could be promoted
-    return commands + [c for t in gone for c in _vacate(state, t, t.replacement_index)]
+    for ticket in gone:
+        _vacate(state, ticket, ticket.replacement_index)
+    return commands
 
 
 def _train(state: ControllerState, tickets: Sequence[int]) -> list[Command]:

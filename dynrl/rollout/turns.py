@@ -65,6 +65,7 @@ class TurnPlayer:
         self._pending: dict[int, tuple[int, int]] = {}  # by number with the verifiers
         self._results: dict[tuple[int, int], tuple[Reward, Status]] = {}
         self._submitted = 0
+        self._problem: Exception | None = None  # of this process
         self.turns = 0  # of training and evaluation, of this process's life
 
     @property
@@ -153,7 +154,10 @@ class TurnPlayer:
             return
         self._submitted += 1
         self._pending[self._submitted] = ticket, sample
-        self._verifiers.submit(self._submitted, self._tasks[ticket], [turns_text(texts)])
+        try:
+            self._verifiers.submit(self._submitted, self._tasks[ticket], [turns_text(texts)])
+        except Exception as problem:  # raised where all processes hear of it
+            self._problem = problem
 
     def _answer(self) -> None:
         """Waits for the judgements, and tells the sampler how each rollout goes on."""
@@ -180,12 +184,13 @@ class TurnPlayer:
 
     def _gathered(self, keys: Sequence[tuple[int, int]]) -> list[_Answer]:
         """Answers by key, on every process; a problem of one process is raised on all."""
-        own, problem = [], None
-        try:
-            self._wait()
-            own = [self._own_answer(key) for key in keys]
-        except Exception as raised:
-            problem = raised
+        own, problem = [], self._problem
+        if problem is None:
+            try:
+                self._wait()
+                own = [self._own_answer(key) for key in keys]
+            except Exception as raised:
+                problem = raised
         if jax.process_count() == 1:
             if problem is not None:
                 raise problem

@@ -114,6 +114,7 @@ class Bookkeeper:
             "nonfinite_updates": self.nonfinite_updates,
             "generated_tokens": self.generated_tokens,
             "metrics": {"offset": self._jsonl.offset if self._jsonl else 0, "pending": pending},
+            "num_polls": p.producer.num_polls,
             "in_flight": None,
         }
         arrays: dict[str, Any] = {"arrays": {"state": p.state, "buffer": p.buffer.arrays}}
@@ -148,6 +149,7 @@ class Bookkeeper:
         self.generated_tokens = document["generated_tokens"]
         self.nonfinite_updates = document["nonfinite_updates"]
         self._pending = document["metrics"]["pending"]
+        p.producer.num_polls = document["num_polls"]
         return document
 
     def restore_in_flight(self) -> bool:

@@ -253,7 +253,11 @@ def build(config: RunConfig) -> Parts:
         producer=Producer(
             config, player, verifiers, judge, buffer, tokenizer, tasks.store, schedule.capabilities.has_rounds
         ),
-        statistics=RolloutStatistics(config.dynamic_sampling.metric, sorted(tasks.source.verifiers)),
+        statistics=RolloutStatistics(
+            config.dynamic_sampling.metric,
+            sorted(tasks.source.verifiers),
+            holds=config.dynamic_sampling.on_exhausted == "relax",
+        ),
         optimizer=optimizer,
         state=init_state(config.model, tokenizer.vocab_size, optimizer, mesh, config.seed, reference),
         train_step=train_step,
@@ -310,6 +314,7 @@ def warm_up(parts: Parts) -> None:
     warm_up_gather(p, g, num_rewards)
     warm_up_gather(parts.sampler.groups_per_poll(1), 1)  # evaluation
     sharding.any_process(False)
+    sharding.common_number(0)
     parts.state, metrics = parts.train_step(parts.state, batch)
     jax.tree.map(np.asarray, metrics)
 

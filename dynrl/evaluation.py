@@ -30,7 +30,7 @@ def evaluate(
 
     Returns:
       eval/main/pass_at_1, eval/main/reward, and pass_at_1 by level, and by source where there are several; and the
-      number of completion tokens.
+      number of tokens that were sampled.
     """
     all_tasks = tasks.get(range(len(tasks)))
     sources = {task.source for task in all_tasks}
@@ -66,7 +66,7 @@ def evaluate(
         scores.update((s.ticket, s) for s in found if s.ticket < 0)
         other_scores([s for s in found if s.ticket >= 0])
 
-    left, mine = len(all_tasks), 0
+    left, mine, given = len(all_tasks), 0, player.given_tokens[True]
     while left:
         groups = player.poll(player.sampler.groups_per_poll(1))
         if groups is not None:
@@ -74,7 +74,8 @@ def evaluate(
             ours = dataclasses.replace(groups, valid_P=ours_P)
             left -= int(ours_P.sum())
             mine += int((ours_P & groups.owned_P).sum())
-            handed_over.append(ours)
+            if ours_P.any():
+                handed_over.append(ours)
             played = player.take_scores(ours)
             scores |= {t: played[t] for t in ours.tickets_P[ours_P & ours.owned_P].tolist() if t in played}
             rest = dataclasses.replace(ours, valid_P=ours_P & ~np.isin(ours.tickets_P, list(played)))
@@ -85,7 +86,7 @@ def evaluate(
         verify(verifiers.poll)
     while problem is None and len(scores) < mine:
         verify(partial(verifiers.wait, 1.0))
-    sums, tokens = Sums(), 0
+    sums, tokens = Sums(), given - player.given_tokens[True]
     for groups in handed_over:
         own = records_of(groups, scores, "score") if problem is None else empty_records(groups)
         records = gather(own, groups.owned_P, problem)

@@ -168,6 +168,9 @@ class Loop:
     def train(self) -> str:
         """Follows the controller to its Stop, and returns the reason."""
         self._advance(Resumed(self._resumed_in_flight))
+        if self._resumed_in_flight:  # a retry may have been commanded and not yet heard of
+            running = self.controller.ledger.in_order(Phase.IN_FLIGHT)
+            self.parts.producer.dispatch(self.parts.producer.unknown(running))
         while True:
             if not self._queue:
                 if self._training is not None and self._step_is_over(self._training):

@@ -30,7 +30,7 @@ class Watchdog:
 
     def progress(self, state: str) -> None:
         """Something happened; `state` is what a report will say of it."""
-        self._last, self._state = time.monotonic(), state
+        self._last, self._state, self.stalled = time.monotonic(), state, ""
 
     def _watch(self) -> None:
         reported = 0
@@ -55,6 +55,7 @@ class Watchdog:
         self._say(f"{why}. The main thread is at\n{where}")
 
     def __enter__(self) -> Self:
+        self._last = time.monotonic()
         if self._secs:
             self._thread.start()
         return self

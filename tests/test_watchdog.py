@@ -37,8 +37,9 @@ def test_progress_keeps_it_quiet_and_zero_turns_it_off():
 def test_who_looks_is_told_that_it_stalled():
     with Watchdog(0.2, True, lambda message: None) as watchdog:
         wait_for(lambda: watchdog.stalled)
+        assert "last: nothing yet" in watchdog.stalled
         watchdog.progress("going on")
-    assert "last: nothing yet" in watchdog.stalled
+        assert not watchdog.stalled
 
 
 def test_a_process_that_does_not_look_is_ended():

@@ -152,13 +152,16 @@ def _kept(state: ControllerState, numbers: list[int]) -> list[Command]:
 def _filtered(state: ControllerState, judgements: list[Judgement]) -> list[Command]:
     """Each leaves its place to a fresh draw. Where that may be needed, refused groups with signal are held."""
     tickets: list[Ticket] = []
+    commands: list[Command] = []
     if state.config.dynamic_sampling.on_exhausted == "relax":
-        held = _hold(state, [j for j in judgements if j.signal])
-        tickets += held.values()
-        judgements = [j for j in judgements if j.ticket not in held]
+        stored = [j for j in judgements if j.signal]
+        held = _hold(state, stored)
+        old = [j.ticket for j in stored if j.ticket not in held]
+        tickets += [*held.values(), *map(state.ledger.running, old)]
+        commands += state.drop(old, Dropped.FILTERED)
+        judgements = [j for j in judgements if not j.signal]
     tickets += state.ledger.end([j.ticket for j in judgements], dropped=Dropped.FILTERED)
     state.count(Verdict.FILTERED, tickets)
-    commands: list[Command] = []
     limit = state.config.dynamic_sampling.max_replacements_per_slot
     for ticket in tickets:
         index = ticket.replacement_index + 1
@@ -318,8 +321,11 @@ def _admit(state: ControllerState) -> list[Command]:
         return []  # what is left over then may fill the step
     if exhausted is not None:
         return _retry_step(state, step_exhausted(state, exhausted))
-    room = state.schedule.max_open - state.ledger.num_open
+    # Held groups have room of their own.
+    room = state.schedule.max_open - (state.ledger.num_open - state.ledger.level(Phase.HELD))
     state.drawing = stamps[: max(room, 0)]
+    if not state.drawing and not state.ledger.num_running and not state.training:
+        raise RuntimeError(f"schedule {state.config.schedule.name!r}: max_open = {state.schedule.max_open} is too few")
     return [Draw(len(state.drawing))] if state.drawing else []
 
 

@@ -1,10 +1,10 @@
 """Time on the rollout side: attempts that wait to be repeated, groups that take too long, verifiers that did.
 
-What the clock decides is written into the journal before it is used, and decided the same after a restart (law 7). The
-first process's clock counts for all (law 4).
+What the clock decides is written into the journal before it is used, and decided the same after a restart (law 7),
+except where a run follows the wall clock. Time is that spent in polls: evaluation and training do not count. The first
+process's clock counts for all (law 4).
 """
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,12 +22,14 @@ class Deadlines:
     Args:
       group_secs: between a group's dispatch and its verdict; 0 = any time.
       metrics: components that a reward must have.
+      replays: whether what was decided at a poll is decided at the same poll after a restart.
     """
 
-    def __init__(self, group_secs: float, metrics: Sequence[str]) -> None:
-        self._group_secs, self._metrics = group_secs, metrics
+    def __init__(self, group_secs: float, metrics: Sequence[str], replays: bool = True) -> None:
+        self._group_secs, self._metrics, self._replays = group_secs, metrics, replays
         self.journal = Journal()  # of the run, once it has a workdir
-        self._epoch, self._now = time.monotonic(), 0.0  # seconds since, the same on every process
+        self._spent = 0.0  # seconds, of this process
+        self._now = 0.0  # the same on every process
         self._since: dict[int, float] = {}  # dispatch, where there is a deadline
         self._retries: list[tuple[float, Ticket]] = []  # when they are due
 
@@ -36,8 +38,22 @@ class Deadlines:
         """Groups that wait for another attempt."""
         return len(self._retries)
 
+    def spent(self, secs: float) -> None:
+        """A poll took so long."""
+        self._spent += secs
+
     def _read_clock(self) -> None:
-        self._now = common_number(int((time.monotonic() - self._epoch) * 100)) / 100
+        self._now = common_number(int(self._spent * 100)) / 100
+
+    def _passed(self, kind: str, t: Ticket, by_clock: bool, num_polls: int) -> bool:
+        """Whether something happens to a group now: by the clock, or in the same poll as before a restart."""
+        key = (kind, t.task_id, t.visit, t.attempts)
+        poll = self.journal.get(*key) if self._replays else None
+        if poll is not None:
+            return num_polls >= poll
+        if by_clock and jax.process_index() == 0:
+            self.journal.write(key, num_polls)
+        return by_clock
 
     def began(self, tickets: Sequence[Ticket]) -> None:
         """These groups are dispatched."""
@@ -57,27 +73,22 @@ class Deadlines:
         if self._retries:
             self._retries = [r for r in self._retries if r[1].ticket not in numbers]
 
-    def due(self) -> list[Ticket]:
+    def due(self, num_polls: int) -> list[Ticket]:
         """Reads the clock, and returns the groups whose wait is over."""
         if self._retries or self._since:
             self._read_clock()
-        due = [t for when, t in self._retries if when <= self._now]
-        self._retries = [r for r in self._retries if r[0] > self._now]
+        due = [t for when, t in self._retries if self._passed("retry", t, when <= self._now, num_polls)]
+        numbers = {t.ticket for t in due}
+        self._retries = [r for r in self._retries if r[1].ticket not in numbers]
         return due
 
     def late(self, tickets: Mapping[int, Ticket], num_polls: int) -> list[int]:
-        """Groups past their deadline: by the clock, or in the same poll as before a restart."""
-        late = []
-        for number, since in sorted(self._since.items()):
-            t = tickets[number]
-            key = ("deadline", t.task_id, t.visit, t.attempts)
-            poll = self.journal.get(*key)
-            passed = self._now - since > self._group_secs if poll is None else num_polls >= poll
-            if passed:
-                late.append(number)
-                if poll is None and jax.process_index() == 0:
-                    self.journal.write(key, num_polls)
-        return late
+        """Groups past their deadline."""
+        return [
+            number
+            for number, since in sorted(self._since.items())
+            if self._passed("deadline", tickets[number], self._now - since > self._group_secs, num_polls)
+        ]
 
     def with_timeouts(self, scores: Scores, t: Ticket) -> Scores:
         """The scores of a group, in which every verification has missed its deadline that did so before a restart."""

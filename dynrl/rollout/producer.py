@@ -94,7 +94,8 @@ class Producer:
         # In rounds nothing is decided before all are there: they come in as few payloads as possible.
         self._min_groups = player.sampler.groups_per_poll(config.num_generations_per_prompt) if in_rounds else 1
         metrics = [name for name in (config.dynamic_sampling.metric, *config.loss.rewards) if name != "score"]
-        self.deadlines = Deadlines(config.rollout_failure.group_deadline_secs, metrics)
+        replays = in_rounds or config.schedule.clock == "logical"
+        self.deadlines = Deadlines(config.rollout_failure.group_deadline_secs, metrics, replays)
         self._tickets: dict[int, Ticket] = {}  # dispatched and not judged
         self._tasks: dict[int, Task] = {}
         self._handed_over: deque[HandedOver] = deque()
@@ -111,6 +112,10 @@ class Producer:
     def idle(self) -> bool:
         """Whether nothing is under way."""
         return not self._tickets
+
+    def unknown(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        """Those of the tickets that are not under way here."""
+        return [t for t in tickets if t.ticket not in self._tickets]
 
     def take_judged(self) -> list[JudgedGroups]:
         """The groups judged since the last call, for metrics and the selector."""
@@ -171,6 +176,7 @@ class Producer:
         gone = set(numbers)
         self._player.cancel(numbers)
         self._awaited = {i: t for i, t in self._awaited.items() if t not in gone}
+        self._too_long = [t for t in self._too_long if t.ticket not in gone]
         self._forget(gone)
         for handed in self._handed_over:
             rows_P = np.isin(handed.groups.tickets_P, numbers)
@@ -195,6 +201,7 @@ class Producer:
     def poll(self) -> Events:
         """One chunk of decoding, or a wait for verifiers; events in the order in which the controller takes them."""
         self.num_polls += 1
+        started = time.monotonic()
         events = self._watch_deadlines()
         if self._player.num_in_flight:
             begin = time.perf_counter()
@@ -211,11 +218,12 @@ class Producer:
         self.secs["backfill"] += time.perf_counter() - begin
         if not events and self._tickets and self.deadlines.num_waiting == len(self._tickets):
             time.sleep(0.02)  # nothing else to do
+        self.deadlines.spent(time.monotonic() - started)
         return events
 
     def _watch_deadlines(self) -> Events:
         """Dispatches again what has waited, and gives up groups that take too long."""
-        due = self.deadlines.due()
+        due = self.deadlines.due(self.num_polls)
         if due:
             self.dispatch(due)
         late = self.deadlines.late(self._tickets, self.num_polls)
@@ -356,13 +364,11 @@ class Producer:
             "tickets": [list(t) for t in self._tickets.values()],
             "deadlines": self.deadlines.state_dict(),
             "handed_over": [
-                [h.poll, h.groups.tickets_P.tolist(), h.groups.valid_P.tolist(), h.groups.owned_P.tolist()]
-                for h in self._handed_over
+                [h.poll, h.groups.tickets_P.tolist(), h.groups.valid_P.tolist()] for h in self._handed_over
             ],
             "too_long": [t.ticket for t in self._too_long],
             "scores": [[t, [list(r) for r in s.rewards], list(s.statuses)] for t, s in self._scores.items()],
             "turns": self._player.state_dict(),
-            "num_polls": self.num_polls,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], arrays: Sequence[Payload]) -> None:
@@ -372,10 +378,14 @@ class Producer:
         self._tasks = dict(zip(self._tickets, tasks, strict=True))
         self.deadlines.load_state_dict(state["deadlines"], self._tickets)
         self._too_long = [self._tickets[t] for t in state["too_long"]]
-        self.num_polls = state["num_polls"]
+        # Each process its own: the document is the first one's.
+        owned_P = self._player.sampler.filler(self._config.num_generations_per_prompt).owned_P
         for (poll, *masks), payload in zip(state["handed_over"], arrays, strict=True):
-            host = [local_rows(getattr(payload, name)) for name in ("tokens_PGT", "length_PG", "finish_PG")]
-            groups = Groups(payload, *(np.array(m) for m in masks), *host)
+            tickets_P, valid_P = map(np.array, masks)
+            tokens, length, finish = (
+                local_rows(getattr(payload, name)) for name in ("tokens_PGT", "length_PG", "finish_PG")
+            )
+            groups = Groups(payload, tickets_P, valid_P, owned_P, tokens, length, finish)
             self._handed_over.append(HandedOver(groups, poll))
         for ticket, rewards, statuses in state["scores"]:
             self._scores[ticket] = Scores(ticket, tuple(Reward(*r) for r in rewards), tuple(map(Status, statuses)))

@@ -25,10 +25,11 @@ class RolloutStatistics:
     Args:
       metric: the configured reward metric; recorded beside the score when it is another.
       sources: of the tasks; several are counted apart too.
+      holds: whether refused groups with signal are kept for a while.
     """
 
-    def __init__(self, metric: str, sources: Sequence[str] = ()) -> None:
-        self._metric = metric
+    def __init__(self, metric: str, sources: Sequence[str] = (), holds: bool = False) -> None:
+        self._metric, self._holds = metric, holds
         self._sources = sources if len(sources) > 1 else ()
         self._sums = Sums()
         self._counts: dict[str, int] = {}
@@ -68,7 +69,8 @@ class RolloutStatistics:
         for status, count in enumerate(np.bincount(r.status.ravel()).tolist()):
             if count:
                 self._sums.count(f"reward/status/{STATUSES[status]}", count)
-        self._sums.count("backfill/wasted_tokens", r.length[~kept_N].sum())
+        stored_N = kept_N | (groups.judged.refused_P & self._holds)  # counted when they are freed
+        self._sums.count("backfill/wasted_tokens", r.length[~stored_N].sum())
         names_N = np.array(groups.sources)
         for name in sorted(set(groups.sources)) if self._sources else ():
             rows = names_N == name

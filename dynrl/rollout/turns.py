@@ -66,7 +66,7 @@ class TurnPlayer:
         self._results: dict[tuple[int, int], tuple[Reward, Status]] = {}
         self._submitted = 0
         self._problem: Exception | None = None  # of this process
-        self.turns = 0  # of training and evaluation, of this process's life
+        self.given_tokens = [0, 0]  # to training and to evaluation, in this process's life
 
     @property
     def num_in_flight(self) -> int:
@@ -130,7 +130,9 @@ class TurnPlayer:
             for sample in range(groups.host_length_PG.shape[1]):
                 self._texts.pop((ticket, sample), None)
                 answer = self._answers.pop((ticket, sample), None)
-                status = Status.SAMPLER if answer is None else answer.status  # what failed ended no turn
+                if groups.host_finish_PG[i, sample] == Finish.FAILED:  # in its last turn, which was never judged
+                    answer = None
+                status = Status.SAMPLER if answer is None else answer.status
                 values = [float("nan")] * len(self._names) if answer is None else answer.rewards
                 rewards.append(Reward(values[0], dict(zip(self._names[1:], values[1:], strict=True))))
                 statuses.append(status)
@@ -141,7 +143,6 @@ class TurnPlayer:
 
     def _hear(self, turns: Sequence[Turn]) -> None:
         self._ended += turns
-        self.turns += len(turns)
         for t in turns:
             texts = self._texts.setdefault((t.ticket, t.sample), [])
             texts.append(self._tokenizer.decode(t.tokens))
@@ -168,12 +169,16 @@ class TurnPlayer:
             if turn is None:
                 self._open(self._openings.pop(ticket), answer)
                 continue
+            before = self._answers.get((ticket, sample))
+            if before is not None and before.status is not Status.OK:  # without the opening there is nothing to play
+                answer = before
             self._answers[ticket, sample] = answer
             room = turn.room > len(answer.tokens)
             if answer.done or turn.finish is Finish.LENGTH or not (answer.tokens and room):
                 self.sampler.finish(ticket, sample, truncated=not answer.done)
             else:
                 self.sampler.extend(ticket, sample, answer.tokens)
+                self.given_tokens[ticket < 0] += len(answer.tokens)
 
     def _open(self, request: Request, answer: _Answer) -> None:
         """What the environment says first belongs to the prompt."""
@@ -213,7 +218,7 @@ class TurnPlayer:
         observation, done = turn_result(reward, status)
         task = self._tasks[key[0]]
         try:
-            tokens = self._tokenizer.encode(observation)
+            tokens = [] if done else self._tokenizer.encode(observation)  # nobody reads it then
             if len(tokens) > self._max_tokens:
                 raise ValueError(f"{len(tokens)} tokens are more than the {self._max_tokens} that there is room for")
         except ValueError as error:

@@ -114,7 +114,6 @@ def test_skewed_processes_take_the_same_events_and_break_together(mapping, cache
     parts = {
         "rounds": {"schedule": {"name": "rounds"}},
         "streaming": {"schedule": streaming},
-        "async": {"schedule": {**streaming, "mode": "async", "chunks_per_update": 2}},
         "broken": {"schedule": streaming},
     }
     config = mapping | {"num_steps": 4, "reward": mapping["reward"] | {"verifier": "user_code:skewed"}}

@@ -211,11 +211,11 @@ class Simulation:
             for j in event.judgements:
                 _, ticket = self.judging.pop(j.ticket)
                 holds = j.signal and self.config.dynamic_sampling.on_exhausted == "relax"
-                if j.verdict is Verdict.KEPT or (holds and not self._too_old(ticket)):
+                if j.verdict is Verdict.KEPT or holds:  # what is too old is freed
                     self.buffer[j.ticket] = payload_of(ticket)
                 if j.verdict is Verdict.KEPT:
                     self.ready.add(j.ticket)
-                elif holds and not self._too_old(ticket):
+                elif holds:
                     self.held.add(j.ticket)
                 else:
                     self.ended[j.verdict] += 1
@@ -296,9 +296,6 @@ class Simulation:
         else:
             self._trained()
 
-    def _too_old(self, ticket):
-        return ticket.version < self.state.schedule.oldest_version(self.state)
-
     def _check_failures(self, event, failed, in_row):
         """What is filtered, kept or stale is no failure."""
         if isinstance(event, GroupsJudged) and all(j.verdict is not Verdict.FAILED for j in event.judgements):
@@ -334,7 +331,8 @@ class Simulation:
             assert self.state.ledger.open[Phase(phase)].keys() == set(numbers), phase
         num_open = sum(totals[str(phase)] for phase in Phase)
         assert totals["dispatched"] == totals["trained"] + totals["failed"] + sum(dropped.values()) + num_open
-        assert num_open <= self.state.schedule.max_open
+        assert num_open - len(self.held) <= self.state.schedule.max_open
+        assert len(self.held) <= self.state.batch_size
         assert self.buffer.keys() == self.ready | self.held
         ledger = self.state.ledger
         running = [t for phase in (Phase.IN_FLIGHT, Phase.JUDGING) for t in ledger.open[phase].values()]

@@ -206,6 +206,20 @@ def test_a_trained_step_resets_the_budget_for_empty_ones():
     assert "dynamic_sampling.max_consecutive_unfilled_steps = 1" in run.stop.reason
 
 
+def test_held_groups_take_no_room_from_rounds():
+    """Three of four are kept, and then the filter refuses groups that carry signal until the rounds are used up."""
+
+    def verdict(ticket):
+        if ticket.ticket < 3:
+            return KEPT
+        return Judgement(ticket.ticket, FILTERED, "mixed", spread=0.5, signal=True)
+
+    run = simulate(verdict, num_steps=1, on_exhausted="relax", max_num_gen_batches=8)
+    assert run.stop == Stop("all 1 steps were made", failed=False)
+    assert run.state.totals["relaxed_groups"] == 1
+    assert len(draws(run)) == 8
+
+
 # ----------------------------------------------------------------------------------------------------------- surplus
 
 

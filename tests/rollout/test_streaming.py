@@ -1,14 +1,15 @@
 """The producer without rounds: when groups are judged, what is tried again, and what is given up."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from etils import epath
-from test_rounds import TOKENIZER, G, L, ScriptedSampler, ScriptedVerifiers, Store, T, config, player, tickets
+from test_rounds import TOKENIZER, G, L, P, ScriptedSampler, ScriptedVerifiers, Store, T, config, player, tickets
 
 from dynrl.journal import Journal
-from dynrl.rollout import deadlines
 from dynrl.rollout.buffer import GroupBuffer
 from dynrl.rollout.events import AttemptsFailed, GroupsGenerated, GroupsJudged
 from dynrl.rollout.judge import Judge
@@ -32,6 +33,9 @@ class Sampler(ScriptedSampler):
     def submit(self, requests):
         super().submit(requests)
         self.open |= {r.ticket for r in requests}
+
+    def filler(self, num_samples):
+        return SimpleNamespace(owned_P=np.ones(P, bool))
 
     def cancel(self, tickets):
         self.cancelled += tickets
@@ -60,14 +64,6 @@ class SlowVerifiers(ScriptedVerifiers):
         self.waits += 1
         self.ready = True
         return self.poll()
-
-
-class Clock:
-    """In the place of the machine's."""
-
-    def __init__(self, monkeypatch):
-        self.now = 1000.0
-        monkeypatch.setattr(deadlines.time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +114,8 @@ def test_on_a_wall_clock_verdicts_come_with_the_scores(mesh1, parts):
     assert verifiers.waits == 0
 
 
-def test_a_retry_waits_its_time_and_late_scores_of_the_attempt_before_are_ignored(mesh1, parts, monkeypatch):
-    clock, verifiers = Clock(monkeypatch), SlowVerifiers()
+def test_a_retry_waits_its_time_and_late_scores_of_the_attempt_before_are_ignored(mesh1, parts):
+    verifiers = SlowVerifiers()
     sampler = Sampler(mesh1, [(1,), None, None, (1,), None])
     producer = streaming(parts, sampler, verifiers)
     ticket, other = tickets(1, 9)  # the other one is never done
@@ -129,10 +125,10 @@ def test_a_retry_waits_its_time_and_late_scores_of_the_attempt_before_are_ignore
     assert sampler.cancelled == [1]
     verifiers.ready = True  # the scores of the first attempt come now
     assert producer.poll() == []
-    clock.now += 4.0
+    producer.deadlines.spent(4.0)
     assert producer.poll() == []
     assert len(sampler.requests) == 2
-    clock.now += 1.5
+    producer.deadlines.spent(1.5)
     assert kinds(producer.poll()) == [("generated", 1)]
     assert [(r.ticket, r.visit) for r in sampler.requests] == [(1, 3), (9, 3), (1, 3)]  # the same noise
     assert kinds(producer.poll()) == [("judged", 1)]
@@ -140,14 +136,13 @@ def test_a_retry_waits_its_time_and_late_scores_of_the_attempt_before_are_ignore
     assert verifiers.seen[0][0] != verifiers.seen[1][0]
 
 
-def test_groups_past_their_deadline_are_given_up(mesh1, parts, monkeypatch):
-    clock = Clock(monkeypatch)
+def test_groups_past_their_deadline_are_given_up(mesh1, parts):
     sampler = Sampler(mesh1, [(1,), None, None, None])
     producer = streaming(parts, sampler, SlowVerifiers(), group_deadline_secs=10.0)
     producer.dispatch(tickets(1, 2))
     producer.poll()
     assert kinds(producer.poll()) == [("judged", 1)]
-    clock.now += 11.0
+    producer.deadlines.spent(11.0)
     (event,) = producer.poll()
     assert isinstance(event, AttemptsFailed)
     assert event.tickets == (2,)
@@ -156,14 +151,13 @@ def test_groups_past_their_deadline_are_given_up(mesh1, parts, monkeypatch):
     assert sampler.cancelled == [2]
 
 
-def test_a_deadline_passes_in_the_same_poll_after_a_restart(mesh1, parts, monkeypatch, tmp_path):
-    clock = Clock(monkeypatch)
+def test_a_deadline_passes_in_the_same_poll_after_a_restart(mesh1, parts, tmp_path):
     for late in (11.0, 0.0):  # the second life is faster
         producer = streaming(parts, Sampler(mesh1, [None] * 5 + [(2,)]), SlowVerifiers(), group_deadline_secs=10.0)
         producer.deadlines.journal = Journal(epath.Path(tmp_path))
         producer.dispatch(tickets(2))
         assert producer.poll() == producer.poll() == []
-        clock.now += late
+        producer.deadlines.spent(late)
         assert kinds(producer.poll()) == [("failed", 2)]
 
 
@@ -201,8 +195,8 @@ def test_what_is_with_the_verifiers_goes_there_again_after_a_restart(mesh1, part
     again = streaming(parts, sampler := Sampler(mesh1, [None, (2,)]), verifiers := SlowVerifiers())
     sampler.open = {2}  # restored apart
     sampler.requests = ["2"]
+    again.num_polls = 1  # as the checkpoint's document has it
     again.load_state_dict(state, arrays)
-    assert again.num_polls == 1
     assert sorted(n for n, _ in verifiers.seen) == [1, 3]
     assert kinds(again.poll()) == [("judged", 1, 3)]
     assert kinds(again.poll()) == [("generated", 2), ("judged", 2)]

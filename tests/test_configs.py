@@ -39,7 +39,7 @@ def config_of(name, arg=""):
 
 def test_no_file_is_forgotten():
     names = {path.stem for path in (ROOT / "configs").glob("*.py")} - {"__init__"}
-    assert names == {*ALGORITHMS, "quickstart", "gsm8k", "reasoning_gym"}
+    assert names == {*ALGORITHMS, "quickstart", "calculator", "gsm8k", "reasoning_gym"}
     for name in names:
         header = (ROOT / "configs" / f"{name}.py").read_text().split('"""')[1]
         assert f"python launch/train.py --config=configs/{name}.py" in header
@@ -74,6 +74,22 @@ def test_algorithms_train(name, tmp_path):
     if loss.kl_coef:
         assert rows[0]["train_step/kl_ref"] == pytest.approx(0, abs=1e-6)  # the reference is where training begins
         assert rows[1]["train_step/kl_ref"] > 0
+
+
+def test_the_calculator_plays_turns(tmp_path):
+    config = config_of("calculator", "grpo")  # random weights: few answers are right, and every group is trained
+    tiny = tiny_mapping(model__num_layers=1)
+    for group in ("model", "warm_start", "checkpoint"):
+        config[group] = tiny[group]
+    config.warm_start.num_steps = 0
+    for key in ("num_prompts_per_step", "num_generations_per_prompt", "progress"):
+        config[key] = tiny[key]
+    config.num_steps, config.tensorboard, config.train.num_microbatches = 1, False, 1
+    config.sampler.num_slots, config.evaluation.num_tasks, config.evaluation.every_steps = 16, 8, 0
+    rows: Any = dynrl.run(config, str(tmp_path), (), quick_build).metrics
+    assert [r["run/step"] for r in rows] == [0, 1]
+    assert rows[1]["run/recompiles"] == 0
+    assert rows[1]["length/all/mean"] <= 40
 
 
 def test_an_algorithm_takes_another_configuration_with_its_argument():

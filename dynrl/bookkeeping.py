@@ -161,7 +161,7 @@ class Bookkeeper:
         if self._restored is None or self._restored["in_flight"] is None:
             return False
         p, state = self._parts, self._restored["in_flight"]
-        p.publish(self._controller.version)  # weights to compare with
+        p.publish(self._controller.version)  # for the shapes of its weights
         like = p.sampler.arrays
         if state["sampler"]["pending_version"] is not None:
             like = like._replace(pending=like.params)

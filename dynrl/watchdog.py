@@ -40,19 +40,21 @@ class Watchdog:
                 reported = 0
             elif stalls > reported:
                 reported = stalls
-                self._report()
+                report = self._report()
                 if self.ends and stalls > 1:
-                    sys.stderr.flush()
+                    print(report, file=sys.stderr, flush=True)  # also where `say` is silent, as on all but one process
                     os._exit(1)  # nothing else ends a thread that hangs outside of Python
 
-    def _report(self) -> None:
+    def _report(self) -> str:
         quiet = time.monotonic() - self._last
         frame = sys._current_frames().get(self._main)
         where = "".join(traceback.format_stack(frame)) if frame else "the main thread is gone\n"
         why = f"no progress for {quiet:.0f} s (rollout_failure.stall_secs = {self._secs:g}); last: {self._state}"
         if self.ends:
             self.stalled = why
-        self._say(f"{why}. The main thread is at\n{where}")
+        report = f"{why}. The main thread is at\n{where}"
+        self._say(report)
+        return report
 
     def __enter__(self) -> Self:
         self._last = time.monotonic()

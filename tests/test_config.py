@@ -194,7 +194,8 @@ WRONG_PARTS = [
     ],
 )
 def test_right_configurations_pass(mapping):
-    from_mapping(mapping)
+    whole = to_mapping(from_mapping(mapping))
+    assert all(whole[group].items() >= values.items() for group, values in mapping.items())
 
 
 def test_keys_that_the_schedule_does_not_look_at_are_warned_of():

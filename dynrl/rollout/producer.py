@@ -252,7 +252,7 @@ class Producer:
         self._awaited |= {i: t for t, i in ids.items()}
         self._guarded(lambda: submit_for_judgement(groups, self._tasks, self._tokenizer, self._verifiers, ids))
 
-    def _guarded(self, call: Callable[[], T], otherwise: T | None = None) -> T | None:
+    def _guarded(self, call: Callable[[], T]) -> T | None:
         """What the call gives; a problem of this process alone is raised where the others hear of it: at a gather."""
         try:
             return call()
@@ -260,7 +260,7 @@ class Producer:
             if jax.process_count() == 1:
                 raise
             self._problem = self._problem or problem
-            return otherwise
+            return None
 
     def collect(self, scores: Iterable[Scores]) -> None:
         """Takes scores, from the verifiers or from whoever waits for others meanwhile."""

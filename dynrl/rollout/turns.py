@@ -73,10 +73,6 @@ class TurnPlayer:
         """Groups submitted and not yet returned or cancelled."""
         return self.sampler.num_in_flight + len(self._openings)
 
-    def plays(self, task: Task) -> bool:
-        """Whether a task is an environment."""
-        return task.source in self._environments
-
     def submit(self, requests: Sequence[Request], tasks: Sequence[Task]) -> None:
         """Queues requests; see `Sampler.submit`."""
         plain = []
@@ -122,7 +118,7 @@ class TurnPlayer:
     def take_scores(self, groups: Groups) -> dict[int, Scores]:
         """The rewards of handed-over groups that were played, by ticket."""
         scores = {}
-        for i in np.flatnonzero(groups.valid_P):
+        for i in np.flatnonzero(groups.valid_P) if self._tasks else ():
             ticket = int(groups.tickets_P[i])
             if self._tasks.pop(ticket, None) is None:
                 continue

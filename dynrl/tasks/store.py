@@ -6,6 +6,7 @@ tasks are another type, without an append.
 """
 
 import bisect
+import functools
 import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -17,6 +18,7 @@ from dynrl.tasks.base import TaskSource, task_hash
 from dynrl.types import Task
 
 _NUM_PROBES = 16  # base tasks that the fingerprint covers; some generators take seconds for one
+_NUM_CACHED = 8192  # of the base, those looked up last
 
 
 class FrozenTasks:
@@ -129,6 +131,8 @@ class TaskStore:
         if self._seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
         self.num_excluded = (source.num_tasks or 0) - (self._source.num_tasks or 0)
+        # A task is looked up when it is drawn, dispatched and tried again, and some take long to make.
+        self._base_task = functools.lru_cache(_NUM_CACHED)(self._make_base_task)
         self._appended: list[Task] = []
         self._appends: list[dict[str, Any]] = []  # one per append that held tasks, in order of first_id
         self._identity = self._base_identity()
@@ -225,6 +229,9 @@ class TaskStore:
     def _task(self, task_id: int) -> Task:
         if task_id >= self._num_base:
             return self._appended[task_id - self._num_base]
+        return self._base_task(task_id)
+
+    def _make_base_task(self, task_id: int) -> Task:
         task = self._source.task(self._seed, task_id, self._exclude)
         return admitted(task, task_id, f"{self._source.name}: task {task_id}")
 

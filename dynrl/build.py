@@ -10,6 +10,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
+from dynrl.build_rollout import build_schedule, make_buffer
 from dynrl.build_sampler import make_sampler
 from dynrl.build_tasks import find_environments, make_tasks, max_observation_tokens, named
 from dynrl.compile_counter import CompileCounter
@@ -21,7 +22,6 @@ from dynrl.rollout.buffer import GroupBuffer
 from dynrl.rollout.judge import Judge
 from dynrl.rollout.producer import Producer
 from dynrl.rollout.records import warm_up_gather
-from dynrl.rollout.schedules import make_schedule
 from dynrl.rollout.statistics import RolloutStatistics
 from dynrl.rollout.turns import TurnPlayer
 from dynrl.sampling.engine import SlotEngine
@@ -32,7 +32,6 @@ from dynrl.tasks.verifiers import Verifiers
 from dynrl.training.state import TrainState, abstract_state, init_state, make_optimizer, state_shardings, with_params
 from dynrl.training.step import jit_train_step
 from dynrl.training.warm_start import cache_key, cached_warm_start, warm_start
-from dynrl.validation import ignored_keys
 
 
 @dataclass
@@ -130,54 +129,16 @@ def check_algorithm(config: RunConfig) -> list[str]:
         raise ConfigError(
             f"config.loss.estimator_kwargs: weights = {weights} are {len(weights)}, loss.rewards names {len(c.rewards)}"
         )
-    warnings = ignored_keys(config, RunConfig())
-    versions = config.versions_per_step
-    if config.schedule.name == "windowed":
-        warnings.append(
-            "schedule.name = 'windowed' drops groups that take longer than schedule.max_staleness_versions = "
-            f"{config.schedule.max_staleness_versions} updates, which favours short answers; in_order, ready_first and "
-            "weight_fifo wait for them"
-        )
-    if (
-        config.schedule.name in ("rounds", "in_order")
-        and ds.surplus == "carry"
-        and ds.max_surplus_age_versions < versions
-    ):
-        warnings.append(
-            f"dynamic_sampling.max_surplus_age_versions = {ds.max_surplus_age_versions} makes every carried group too "
-            f"old: a step is train.num_epochs * train.num_minibatches = {versions} versions"
-        )
     if not (ds.enable and estimator.uses_uniform_groups):
-        return warnings
+        return []
     if estimator.batch_normalised:
         return [
-            *warnings,
             f"loss.estimator = {c.estimator!r} normalises over the batch and learns from groups without signal too, "
             "which dynamic_sampling.enable = True drops: its mean and std are those of the kept groups",
         ]
     raise ConfigError(
         f"config.loss.estimator: {c.estimator!r} learns from groups without signal, which dynamic_sampling.enable = "
         "True drops: set it to False"
-    )
-
-
-def make_buffer(config: RunConfig, mesh: Mesh) -> GroupBuffer:
-    """A buffer for all groups that may be ready at once: as many as may be open, and those held to relax the filter."""
-    b, size = config.num_prompts_per_step, config.dynamic_sampling.buffer_groups
-    needed = make_schedule(config).max_open + (b if config.dynamic_sampling.on_exhausted == "relax" else 0)
-    if 0 < size < needed:
-        raise ConfigError(
-            f"config.dynamic_sampling.buffer_groups: {size} is too few for schedule.name = {config.schedule.name!r}, "
-            f"under which {needed} groups may be ready at once; 0 takes as many as that"
-        )
-    return GroupBuffer(
-        mesh,
-        capacity=size or needed,
-        batch_size=b,
-        num_samples=config.num_generations_per_prompt,
-        max_prompt_tokens=config.tasks.max_prompt_tokens,
-        max_completion_tokens=config.sampler.max_completion_tokens,
-        num_rewards=len(config.loss.rewards),
     )
 
 
@@ -215,8 +176,8 @@ def build(config: RunConfig) -> Parts:
     selector = named(
         "tasks.selector", make_selector, config.tasks.selector, seed=config.seed, **config.tasks.selector_kwargs
     )
-    schedule = named("schedule.name", make_schedule, config)
-    buffer = named("num_prompts_per_step", make_buffer, config, mesh)
+    schedule, of_schedule = build_schedule(config)
+    buffer = make_buffer(config, schedule, mesh)
     optimizer = make_optimizer(config.train, config.num_steps)
     reference = config.loss.kl_coef > 0
     shardings = state_shardings(config.model, tokenizer.vocab_size, optimizer, mesh, reference)
@@ -262,7 +223,7 @@ def build(config: RunConfig) -> Parts:
         state=init_state(config.model, tokenizer.vocab_size, optimizer, mesh, config.seed, reference),
         train_step=train_step,
         compiles=compiles,
-        warnings=warnings,
+        warnings=warnings + of_schedule,
         padding_frac=tasks.padding_frac,
     )
 

@@ -105,13 +105,8 @@ def validate(config: "RunConfig") -> None:
 def _validate_schedule(config: "RunConfig", require: Callable[[bool, str, str], None]) -> None:
     """Of the built-in schedules; what one of your own reads, only it knows."""
     s, ds, updates = config.schedule, config.dynamic_sampling, config.versions_per_step
-    in_rounds, asynchronous = s.name == "rounds", s.mode == "async"
+    asynchronous = s.mode == "async" and s.name != "rounds"  # which is refused where the schedule is made
     reach = "max_lookahead_versions" if s.name == "in_order" else "max_staleness_versions"
-    require(
-        not (in_rounds and asynchronous),
-        "schedule.mode",
-        "generates while a step is trained, which schedule.name = 'rounds' does not: use in_order or another",
-    )
     require(
         not asynchronous or getattr(s, reach) >= updates,
         f"schedule.{reach}",
@@ -119,22 +114,9 @@ def _validate_schedule(config: "RunConfig", require: Callable[[bool, str, str], 
         "of a step",
     )
     require(
-        not s.sampler_devices or asynchronous,
+        not s.sampler_devices or s.mode == "async",
         "schedule.sampler_devices",
         "has no meaning for schedule.mode = 'streaming', where the same devices train and sample",
-    )
-    require(not in_rounds or s.clock == "logical", "schedule.clock", "has no meaning for schedule.name = 'rounds'")
-    require(
-        in_rounds or ds.surplus == "carry",
-        "dynamic_sampling.surplus",
-        "trains on the first groups to finish and discards slower ones, which favours short answers: without rounds, "
-        "surplus is carried",
-    )
-    require(
-        not in_rounds or config.rollout_failure.on_dropped_prompt == "replace",
-        "rollout_failure.on_dropped_prompt",
-        "has no meaning for schedule.name = 'rounds': the next round replaces failed groups; "
-        "dynamic_sampling.on_exhausted = 'short' trains fewer",
     )
     require(
         ds.on_exhausted != "relax" or (ds.enable and ds.filter != "has_signal"),

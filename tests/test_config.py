@@ -6,7 +6,8 @@ from ml_collections import ConfigDict
 from tiny import tiny_mapping
 
 from dynrl.bookkeeping import check_same_config
-from dynrl.build import build, check_algorithm, make_buffer
+from dynrl.build import build, check_algorithm
+from dynrl.build_rollout import build_schedule, make_buffer
 from dynrl.build_tasks import make_tasks
 from dynrl.config import ConfigError, RunConfig, changed_keys, from_mapping, known_keys, to_mapping
 
@@ -75,7 +76,6 @@ WRONG = [
     ({"sampler": {"kv_dtype": "int4"}}, r"config\.sampler\.kv_dtype: 'int4' is not one of"),
     ({"evaluation": {"top_p": 0.0}}, r"config\.evaluation\.top_p: 0\.0 must lie above 0"),
     ({"evaluation": {"min_p": 2.0}}, r"config\.evaluation\.min_p: 2\.0 must lie in 0 to 1"),
-    ({"schedule": {"mode": "async"}}, r"config\.schedule\.mode: 'async' generates while a step is trained, which"),
     (
         {"schedule": {"mode": "async", "name": "in_order"}},
         r"config\.schedule\.max_lookahead_versions: 0 leaves nothing to do while .* needs at least the 1 versions",
@@ -84,12 +84,6 @@ WRONG = [
         {"schedule": {"mode": "async", "name": "windowed"}, "train": {"num_epochs": 2}},
         r"config\.schedule\.max_staleness_versions: 1 leaves nothing to do while .* needs at least the 2 versions",
     ),
-    ({"schedule": {"clock": "wall"}}, r"config\.schedule\.clock: 'wall' has no meaning for schedule\.name = 'rounds'"),
-    (
-        {"schedule": {"name": "ready_first"}, "dynamic_sampling": {"surplus": "drop"}},
-        r"config\.dynamic_sampling\.surplus: 'drop' .* favours short answers",
-    ),
-    ({"rollout_failure": {"on_dropped_prompt": "shrink"}}, r"on_dropped_prompt: 'shrink' has no meaning for schedule"),
     ({"dynamic_sampling": {"on_exhausted": "relax"}}, r"on_exhausted: 'relax' admits groups .* 'has_signal' refuses"),
     (
         {"dynamic_sampling": {"max_oversample": 0.5}},
@@ -181,6 +175,24 @@ WRONG_PARTS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"schedule": {"mode": "async"}}, r"schedule\.mode: 'async' generates .* schedule\.name = 'rounds' does not"),
+        ({"schedule": {"clock": "wall"}}, r"schedule\.clock: 'wall' has no meaning for schedule\.name = 'rounds'"),
+        (
+            {"schedule": {"name": "ready_first"}, "dynamic_sampling": {"surplus": "drop"}},
+            r"dynamic_sampling\.surplus: 'drop' .* favours short answers",
+        ),
+        ({"rollout_failure": {"on_dropped_prompt": "shrink"}}, r"on_dropped_prompt: 'shrink' has no meaning for sched"),
+        ({"schedule": {"name": "in_ordre"}}, r"schedule\.name: unknown schedule 'in_ordre' \(did you mean 'in_order'"),
+    ],
+)
+def test_schedules_that_cannot_work_name_the_key(mapping, message):
+    with pytest.raises(ConfigError, match=rf"^config\.(rollout_failure\.)?{message}"):
+        build_schedule(from_mapping(mapping))
+
+
 # What a message advises clears it.
 @pytest.mark.parametrize(
     "mapping",
@@ -194,7 +206,9 @@ WRONG_PARTS = [
     ],
 )
 def test_right_configurations_pass(mapping):
-    whole = to_mapping(from_mapping(mapping))
+    config = from_mapping(mapping)
+    build_schedule(config)
+    whole = to_mapping(config)
     assert all(whole[group].items() >= values.items() for group, values in mapping.items())
 
 
@@ -203,27 +217,27 @@ def test_keys_that_the_schedule_does_not_look_at_are_warned_of():
         "schedule__max_lookahead_versions": 2, "schedule__sample_freshest_first": False,
         "dynamic_sampling__max_oversample": 2.0,
     }  # fmt: skip
-    warnings = check_algorithm(from_mapping(tiny_mapping(**ignored)))
+    warnings = build_schedule(from_mapping(tiny_mapping(**ignored)))[1]
     assert [w.split(" ")[0] for w in warnings] == [
         "schedule.max_lookahead_versions", "schedule.sample_freshest_first", "dynamic_sampling.max_oversample",
     ]  # fmt: skip
     used = {"schedule__name": "in_order", "dynamic_sampling__oversample": "adaptive"}
-    warnings = check_algorithm(from_mapping(tiny_mapping(**ignored, **used)))
+    warnings = build_schedule(from_mapping(tiny_mapping(**ignored, **used)))[1]
     assert [w.split(" ")[0] for w in warnings] == ["schedule.sample_freshest_first"]
     windowed = tiny_mapping(schedule__name="windowed", schedule__max_staleness_versions=2)
-    (warning,) = check_algorithm(from_mapping(windowed))
+    (warning,) = build_schedule(from_mapping(windowed))[1]
     assert "schedule.max_staleness_versions = 2 updates, which favours short answers" in warning
-    assert check_algorithm(from_mapping(tiny_mapping())) == []
+    assert build_schedule(from_mapping(tiny_mapping()))[1] == []
 
 
 def test_a_buffer_that_is_too_small_says_how_many_it_needs(mesh1):
     mapping = {"schedule__name": "in_order", "schedule__max_lookahead_versions": 2, "dynamic_sampling__oversample": 1.5}
     small = from_mapping(tiny_mapping(**mapping, dynamic_sampling__buffer_groups=20))
     with pytest.raises(ConfigError, match=r"buffer_groups: 20 is too few for schedule\.name = 'in_order'") as error:
-        make_buffer(small, mesh1)
+        make_buffer(small, build_schedule(small)[0], mesh1)
     needed = int(str(error.value).split("under which ")[1].split()[0])
     enough = from_mapping(tiny_mapping(**mapping, dynamic_sampling__buffer_groups=needed))
-    assert make_buffer(enough, mesh1).capacity == needed
+    assert make_buffer(enough, build_schedule(enough)[0], mesh1).capacity == needed
 
 
 @pytest.mark.parametrize(("overrides", "message"), WRONG_PARTS)
@@ -278,7 +292,7 @@ def test_what_works_but_is_not_what_one_wants_is_a_warning():
     assert "loss.estimator = 'reinforce_pp' normalises over the batch" in warning
     assert check_algorithm(from_mapping(tiny_mapping(loss__estimator="reinforce_pp_baseline"))) == []
     old = tiny_mapping(train__num_minibatches=2, train__num_epochs=5)
-    (warning,) = check_algorithm(from_mapping(old))
+    (warning,) = build_schedule(from_mapping(old))[1]
     assert "max_surplus_age_versions = 8 makes every carried group too old: a step is" in warning
     off = tiny_mapping(loss__estimator="reinforce_pp", dynamic_sampling__enable=False)
     assert check_algorithm(from_mapping(off)) == []

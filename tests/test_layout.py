@@ -41,8 +41,10 @@ ALLOWED = {
     "training": {"training", "models", "core", "types", "config"},
     "evaluation": {"rollout", "tasks", "models", "metrics", "types", "config"},
     "build_tasks": {"tasks", "models", "config", "types"},
+    "build_rollout": {"build_tasks", "rollout", "config", "validation"},
     "build_sampler": {"build_tasks", "sampling", "models", "training", "config"},
     "build": {
+        "build_rollout",
         "build_sampler",
         "build_tasks",
         "core",
@@ -53,7 +55,6 @@ ALLOWED = {
         "training",
         "compile_counter",
         "config",
-        "validation",
         "types",
     },
     "bookkeeping": {"build", "rollout", "training", "metrics", "progress", "config"},

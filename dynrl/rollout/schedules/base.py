@@ -22,14 +22,12 @@ class Capabilities:
     Attributes:
       stamps_steps: each dispatched group belongs to one step, and a hole in a step is filled by lending.
       gates_admission: dispatching depends on versions; otherwise only on what is open.
-      evicts: ready groups can become too old, or too many.
       has_rounds: groups are dispatched in rounds, whose numbers are their replacement indices.
       completion_order: which groups a step trains on depends on the order in which they finish.
     """
 
     stamps_steps: bool = False
     gates_admission: bool = True
-    evicts: bool = False
     has_rounds: bool = False
     completion_order: bool = False
 

@@ -32,7 +32,7 @@ class Rounds(BaseSchedule):
     rounds, because the last rounds of a step are small: one group is missing, and one in a hundred is kept.
     """
 
-    capabilities = Capabilities(evicts=True, has_rounds=True)
+    capabilities = Capabilities(has_rounds=True)
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._batch_size = config.dynamic_sampling, config.num_prompts_per_step

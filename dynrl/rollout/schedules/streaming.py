@@ -34,7 +34,7 @@ class InOrder(BaseSchedule):
     many of belong to the next step, unless they get older than `max_surplus_age_versions`.
     """
 
-    capabilities = Capabilities(stamps_steps=True, evicts=True)
+    capabilities = Capabilities(stamps_steps=True)
 
     def __init__(self, config: RunConfig) -> None:
         self._batch_size = config.num_prompts_per_step
@@ -85,7 +85,7 @@ class ReadyFirst(BaseSchedule):
     waits for them. So nothing is dropped for being slow, and short answers get no preference in the long run.
     """
 
-    capabilities = Capabilities(evicts=True, completion_order=True)
+    capabilities = Capabilities(completion_order=True)
 
     def __init__(self, config: RunConfig) -> None:
         self._batch_size = config.num_prompts_per_step
@@ -155,7 +155,7 @@ class Windowed(BaseSchedule):
     `max_staleness_versions`. Groups that take longer than this are lost: long answers are at a disadvantage.
     """
 
-    capabilities = Capabilities(gates_admission=False, evicts=True, completion_order=True)
+    capabilities = Capabilities(gates_admission=False, completion_order=True)
 
     def __init__(self, config: RunConfig) -> None:
         self._batch_size = config.num_prompts_per_step

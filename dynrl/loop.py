@@ -19,7 +19,7 @@ from etils import epath
 from dynrl.bookkeeping import Bookkeeper
 from dynrl.build import Parts, build, describe, run_warm_start, warm_up
 from dynrl.config import RunConfig, from_mapping
-from dynrl.evaluation import evaluate
+from dynrl.evaluation import Evaluation
 from dynrl.interrupt import Interrupt
 from dynrl.journal import Journal
 from dynrl.metrics import JsonlWriter, MetricWriter, Row
@@ -116,6 +116,10 @@ class Loop:
         self._queue: deque[Command] = deque()  # what the controller has commanded
         self._training: Training | None = None  # the step that is at the trainer
         self._training_since: float | None = None
+        self._evaluation = Evaluation(
+            self.config, parts.eval_tasks, parts.player, parts.verifiers, parts.tokenizer,
+            lambda groups: self._advance(*parts.producer.receive(groups)), parts.producer.collect, self._progress,
+        )  # fmt: skip
         self._start()
         self._step_begin = time.perf_counter()
 
@@ -316,10 +320,7 @@ class Loop:
         """Frozen tasks -> sampler -> reward."""
         parts, begin = self.parts, time.perf_counter()
         before = parts.sampler.counters
-        row, tokens = evaluate(
-            self.config, parts.eval_tasks, parts.player, parts.verifiers, parts.tokenizer,
-            lambda groups: self._advance(*parts.producer.receive(groups)), parts.producer.collect, self._progress,
-        )  # fmt: skip
+        row, tokens = self._evaluation()
         made = {k: v - before[k] for k, v in parts.sampler.counters.items()}
         self.books.sampler_counters["tokens"] += tokens  # what evaluation took is not the step's
         self.books.sampler_counters["slot_steps"] += made["slot_steps"] * tokens // max(made["tokens"], 1)

@@ -41,7 +41,7 @@ class Journal:
         if self._path is None:
             return
         with self._path.open("a") as file:
-            file.write(json.dumps([list(key), value]) + "\n")
+            file.write(f"\n{json.dumps([list(key), value])}\n")  # not behind what a kill left of a line
             file.flush()
             if hasattr(file, "fileno"):
                 os.fsync(file.fileno())

@@ -110,7 +110,7 @@ class Loop:
         self.books = Bookkeeper(parts, self.controller, workdir, callbacks)
         budget = self.config.rollout_failure
         self.watchdog = Watchdog(budget.stall_secs, budget.on_stall == "stop", self.books.progress.say)
-        parts.producer.deadlines.journal = Journal(workdir, jax.process_index())
+        parts.producer.deadlines.journal = parts.player.journal = Journal(workdir, jax.process_index())
         self._interrupt = interrupt  # of this process
         self._stopping = False  # any process, as all of them know
         self._queue: deque[Command] = deque()  # what the controller has commanded

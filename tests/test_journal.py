@@ -16,6 +16,8 @@ def test_facts_outlive_the_process_and_torn_lines_do_not(tmp_path):
     assert again.get("timeout", 3, 0, 1) == [0, 2]
     assert again.get("deadline", 4, 1, 1) == 17
     assert again.get("timeout", 9) is None
+    again.write(("deadline", 5, 0, 1), 3)  # behind the torn line
+    assert Journal(epath.Path(tmp_path), 0).get("deadline", 5, 0, 1) == 3
 
 
 def test_without_a_workdir_facts_last_for_a_life():

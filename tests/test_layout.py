@@ -36,7 +36,7 @@ ALLOWED = {
     "rollout.schedules": {"rollout.schedules", "rollout.ledger", "tasks.sources", "types", "config"},
     "rollout.keep_rate": {"rollout.ledger", "types"},
     **{f"rollout.{name}": {*PLAIN, "types", "config"} for name in ("state", "budgets", "controller")},
-    "rollout.turns": {"sampling", "models", "tasks", "types"},
+    "rollout.turns": {"journal", "sampling", "models", "tasks", "types"},
     "rollout": {"rollout", "models", "core", "tasks", "types", "config", "metrics", "journal"},
     "training": {"training", "models", "core", "types", "config"},
     "evaluation": {"rollout", "tasks", "models", "metrics", "types", "config"},

@@ -68,8 +68,8 @@ class KeepRate:
             self._known.clear()
         return number
 
-    def ended(self, tickets: Sequence[Ticket], verdict: Verdict | None) -> None:
-        """Groups were judged for the first time; None for those that were cancelled. Failed ones say nothing."""
+    def ended(self, tickets: Sequence[Ticket], verdict: Verdict) -> None:
+        """Groups were judged for the first time. Stale and failed ones say nothing of the rate."""
         for (number, source), num in Counter([(t.cohort, t.source) for t in tickets]).items():
             cohort = self._cohorts[number]
             if verdict is Verdict.KEPT or verdict is Verdict.FILTERED:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dynrl.journal import Journal
 from dynrl.models.tokenizer import Tokenizer
 from dynrl.sampling.engine import SlotEngine
 from dynrl.sampling.follow_up import Turn
@@ -57,7 +58,9 @@ class TurnPlayer:
         self.sampler = sampler
         self._verifiers, self._tokenizer, self._environments = verifiers, tokenizer, environments
         self._names, self._max_tokens = list(dict.fromkeys(["score", *names])), max_tokens
+        self.journal = Journal()  # of the run, once it has a workdir
         self._tasks: dict[int, Task] = {}  # by ticket, of those that are played
+        self._visits: dict[int, int] = {}
         self._openings: dict[int, Request] = {}  # that wait for the environment's first words
         self._texts: dict[tuple[int, int], list[str]] = {}  # the turns so far, by ticket and sample
         self._answers: dict[tuple[int, int], _Answer] = {}  # the last one
@@ -81,7 +84,7 @@ class TurnPlayer:
             if environment is None:
                 plain.append(request)
                 continue
-            self._tasks[request.ticket] = task
+            self._tasks[request.ticket], self._visits[request.ticket] = task, request.visit
             strings = (*request.params.stop_strings, *environment.stop_strings)
             params = dataclasses.replace(request.params, stop_strings=tuple(dict.fromkeys(strings)))
             played = dataclasses.replace(request, params=params, multi_turn=True)
@@ -98,8 +101,8 @@ class TurnPlayer:
         self.sampler.cancel(tickets)
         gone = set(tickets)
         for ticket in tickets:
-            self._tasks.pop(ticket, None)
-            self._openings.pop(ticket, None)
+            for by_ticket in (self._tasks, self._visits, self._openings):
+                by_ticket.pop(ticket, None)
         for known in (self._texts, self._answers, self._results):
             for key in [k for k in known if k[0] in gone]:
                 del known[key]
@@ -122,6 +125,7 @@ class TurnPlayer:
             ticket = int(groups.tickets_P[i])
             if self._tasks.pop(ticket, None) is None:
                 continue
+            del self._visits[ticket]
             rewards, statuses = [], []
             for sample in range(groups.host_length_PG.shape[1]):
                 self._texts.pop((ticket, sample), None)
@@ -181,7 +185,13 @@ class TurnPlayer:
         if answer.status is not Status.OK:  # every rollout of the group is lost
             for sample in range(request.num_samples):
                 self._answers[request.ticket, sample] = answer
-        self.sampler.submit([dataclasses.replace(request, prompt=[*request.prompt, *answer.tokens])])
+        try:
+            self.sampler.submit([dataclasses.replace(request, prompt=[*request.prompt, *answer.tokens])])
+        except ValueError as error:
+            task = self._tasks[request.ticket]
+            raise ValueError(
+                f"environment of source {task.source}, task {task.task_id}: with its opening, {error}"
+            ) from error
 
     def _gathered(self, keys: Sequence[tuple[int, int]]) -> list[_Answer]:
         """Answers by key, on every process; a problem of one process is raised on all."""
@@ -211,6 +221,8 @@ class TurnPlayer:
         if found is None:
             return None
         reward, status = found
+        if self._missed(key, status):
+            status = Status.TIMEOUT
         observation, done = turn_result(reward, status)
         task = self._tasks[key[0]]
         try:
@@ -226,6 +238,17 @@ class TurnPlayer:
         else:
             rewards = [0.0 if status.live else float("nan")] * len(self._names)
         return _Answer(status, done, rewards, tokens)
+
+    def _missed(self, key: tuple[int, int], status: Status) -> bool:
+        """Whether the turn missed its deadline, now or, in training, before a restart."""
+        ticket, sample = key
+        missed = status is Status.TIMEOUT
+        if ticket < 0:
+            return missed
+        fact = ("turn", self._tasks[ticket].task_id, self._visits[ticket], sample, len(self._texts.get(key, ())))
+        if missed and not self.journal.get(*fact):
+            self.journal.write(fact, True)
+        return missed or bool(self.journal.get(*fact))
 
     def _exchange(self, own: Sequence[_Answer | None], num: int, problem: Exception | None) -> list[_Answer]:
         """Rows of fixed shape, each from the process that has it: the sum of bits is exact."""
@@ -262,7 +285,7 @@ class TurnPlayer:
         """JSON-able. What is with the verifiers is judged again after a restart."""
         answers = [[*key, a.status, a.done, a.rewards, a.tokens] for key, a in self._answers.items()]
         return {
-            "tickets": list(self._tasks),
+            "visits": [list(x) for x in self._visits.items()],
             "texts": [[*key, texts] for key, texts in self._texts.items()],
             "answers": answers,
             "ended": [list(t) for t in self._ended],
@@ -277,7 +300,8 @@ class TurnPlayer:
           tasks: by ticket, of what is in flight.
           requests: of the groups that wait for their openings.
         """
-        self._tasks = {t: tasks[t] for t in state["tickets"]}
+        self._visits = dict(state["visits"])
+        self._tasks = {t: tasks[t] for t in self._visits}
         self._texts = {(t, s): list(texts) for t, s, texts in state["texts"]}
         self._answers = {(t, s): _Answer(Status(status), *rest) for t, s, status, *rest in state["answers"]}
         self._ended = [Turn(*fields, finish=Finish(finish)) for *fields, finish in state["ended"]]

@@ -25,7 +25,7 @@ def add(rate, kept, filtered, source="a", **others):
     num = kept + filtered + sum(others.values())
     cohort = rate.dispatched([source] * num)
     for verdict, n in (("kept", kept), ("filtered", filtered), *others.items()):
-        rate.ended(tickets(cohort, source, n), None if verdict == "cancelled" else Verdict(verdict))
+        rate.ended(tickets(cohort, source, n), Verdict(verdict))
     return rate
 
 
@@ -66,8 +66,8 @@ def test_a_cohort_counts_when_all_of_it_has_ended():
 
 
 def test_what_says_nothing_of_the_tasks_is_left_out():
-    """Failed, stale and cancelled groups close their cohort, and count for nothing."""
-    rate = add(KeepRate(10**9, 0.9), 1, 1, failed=3, stale=2, cancelled=4)
+    """Failed and stale groups close their cohort, and count for nothing."""
+    rate = add(KeepRate(10**9, 0.9), 1, 1, failed=3, stale=2)
     assert (rate.kept, rate.judged) == (1, 2)
     assert rate.state_dict()["cohorts"] == []
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from dynrl.journal import Journal
 from dynrl.models.tokenizer import Tokenizer
+from dynrl.rollout.answers import Answer, exchange
 from dynrl.sampling.engine import SlotEngine
 from dynrl.sampling.follow_up import Turn
 from dynrl.tasks.environments import Environment, turn_result, turns_text
@@ -24,19 +25,7 @@ from dynrl.tasks.rewards import metric_value
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import Finish, Groups, Request, Reward, Scores, Status, Task
 
-_STATUSES = tuple(Status)
 _OPENING = -1  # in the place of a sample: what the environment says first
-_ROWS = 64  # turns whose answers are gathered at once
-
-
-@dataclasses.dataclass
-class _Answer:
-    """What an environment said to a turn."""
-
-    status: Status
-    done: bool
-    rewards: list[float]  # by name
-    tokens: list[int]
 
 
 class TurnPlayer:
@@ -63,7 +52,7 @@ class TurnPlayer:
         self._visits: dict[int, int] = {}
         self._openings: dict[int, Request] = {}  # that wait for the environment's first words
         self._texts: dict[tuple[int, int], list[str]] = {}  # the turns so far, by ticket and sample
-        self._answers: dict[tuple[int, int], _Answer] = {}  # the last one
+        self._answers: dict[tuple[int, int], Answer] = {}  # the last one
         self._ended: list[Turn] = []  # since the last poll
         self._pending: dict[int, tuple[int, int]] = {}  # by number with the verifiers
         self._results: dict[tuple[int, int], tuple[Reward, Status]] = {}
@@ -180,7 +169,7 @@ class TurnPlayer:
                 self.sampler.extend(ticket, sample, answer.tokens)
                 self.given_tokens[ticket < 0] += len(answer.tokens)
 
-    def _open(self, request: Request, answer: _Answer) -> None:
+    def _open(self, request: Request, answer: Answer) -> None:
         """What the environment says first belongs to the prompt."""
         if answer.status is not Status.OK:  # every rollout of the group is lost
             for sample in range(request.num_samples):
@@ -193,7 +182,7 @@ class TurnPlayer:
                 f"environment of source {task.source}, task {task.task_id}: with its opening, {error}"
             ) from error
 
-    def _gathered(self, keys: Sequence[tuple[int, int]]) -> list[_Answer]:
+    def _gathered(self, keys: Sequence[tuple[int, int]]) -> list[Answer]:
         """Answers by key, on every process; a problem of one process is raised on all."""
         own, problem = [], self._problem
         if problem is None:
@@ -206,7 +195,7 @@ class TurnPlayer:
             if problem is not None:
                 raise problem
             return [answer for answer in own if answer is not None]
-        return self._exchange(own, len(keys), problem)
+        return exchange(own, len(keys), len(self._names), self._max_tokens, problem)
 
     def _wait(self) -> None:
         assert self._verifiers is not None
@@ -216,7 +205,7 @@ class TurnPlayer:
                 if key is not None:
                     self._results[key] = scores.rewards[0], scores.statuses[0]
 
-    def _own_answer(self, key: tuple[int, int]) -> _Answer | None:
+    def _own_answer(self, key: tuple[int, int]) -> Answer | None:
         found = self._results.pop(key, None)
         if found is None:
             return None
@@ -237,7 +226,7 @@ class TurnPlayer:
             rewards = [metric_value(reward, name) for name in self._names]
         else:
             rewards = [0.0 if status.live else float("nan")] * len(self._names)
-        return _Answer(status, done, rewards, tokens)
+        return Answer(status, done, rewards, tokens)
 
     def _missed(self, key: tuple[int, int], status: Status) -> bool:
         """Whether the turn missed its deadline, now or, in training, before a restart."""
@@ -250,34 +239,10 @@ class TurnPlayer:
             self.journal.write(fact, True)
         return missed or bool(self.journal.get(*fact))
 
-    def _exchange(self, own: Sequence[_Answer | None], num: int, problem: Exception | None) -> list[_Answer]:
-        """Rows of fixed shape, each from the process that has it: the sum of bits is exact."""
-        from jax.experimental import multihost_utils
-
-        k, out = len(self._names), []
-        for first in range(0, max(num, 1), _ROWS):
-            rows = np.zeros((_ROWS + 1, 3 + k + self._max_tokens), np.int32)
-            rows[-1] = problem is not None
-            for i, answer in enumerate(own[first : first + _ROWS]):
-                if answer is not None:
-                    bits = np.array(answer.rewards, np.float32).view(np.int32)
-                    head = [_STATUSES.index(answer.status), answer.done, len(answer.tokens), *bits, *answer.tokens]
-                    rows[i, : len(head)] = head
-            total = np.asarray(multihost_utils.process_allgather(rows)).sum(axis=0, dtype=np.int32)
-            if problem is not None:
-                raise problem
-            if total[-1, 0]:
-                raise RuntimeError("the environments' workers failed on another process; its log says how")
-            for row in total[: min(num - first, _ROWS)]:
-                rewards = np.ascontiguousarray(row[3 : 3 + k]).view(np.float32).tolist()
-                tokens = row[3 + k : 3 + k + row[2]].tolist()
-                out.append(_Answer(_STATUSES[row[0]], bool(row[1]), rewards, tokens))
-        return out
-
     def warm_up(self) -> None:
         """Compiles the program that processes exchange answers with."""
         if self._environments and jax.process_count() > 1:
-            self._exchange([], 0, None)
+            exchange([], 0, len(self._names), self._max_tokens, None)
 
     # ---- Checkpoints ----
 
@@ -303,7 +268,7 @@ class TurnPlayer:
         self._visits = dict(state["visits"])
         self._tasks = {t: tasks[t] for t in self._visits}
         self._texts = {(t, s): list(texts) for t, s, texts in state["texts"]}
-        self._answers = {(t, s): _Answer(Status(status), *rest) for t, s, status, *rest in state["answers"]}
+        self._answers = {(t, s): Answer(Status(status), *rest) for t, s, status, *rest in state["answers"]}
         self._ended = [Turn(*fields, finish=Finish(finish)) for *fields, finish in state["ended"]]
         for t in self._ended:
             self._judge(t.ticket, t.sample, self._texts[t.ticket, t.sample])

@@ -40,7 +40,7 @@ class Greeting(Counting):
 
     has_opening = True
 
-    def reset(self, task):
+    def reset(self, task) -> str:
         super().reset(task)
         return "7"
 

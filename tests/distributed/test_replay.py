@@ -109,6 +109,28 @@ def test_two_processes_run_resume_and_stop_together(mapping, cache, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_go_on_with_work_that_was_under_way(mapping, cache, tmp_path):
+    """Each process has its own rows of what was with the verifiers, and takes no other's for its own."""
+    schedule = {"name": "ready_first", "max_staleness_versions": 2}
+    config = {**mapping, "schedule": schedule, "checkpoint": {"every_steps": 2, "max_to_keep": 9}}
+    spec = {"mode": "free", "config": config, "parts": [[5, 1], [6, None]]}  # process 1 is interrupted after two steps
+    first, second = work(WORKER, tmp_path, cache, spec, 2, 4)
+    for part, last in (("5", 2), ("6", 6)):
+        a, b = first[part], second[part]
+        for key in ("reason", "step", "digest", "weights", "verdicts"):
+            assert a[key] == b[key], (part, key)
+        assert a["step"] == last
+        assert a["recompiles"] == b["recompiles"] == []
+        scores = [score for verdict in a["verdicts"].values() for score in verdict[2]]
+        assert set(scores) == {0.0, 1.0}
+        assert all(r["train_batch/zero_advantage_groups_frac"] == 0 for r in a["rows"] if r["run/step"])
+    (path,) = (tmp_path / "run" / "checkpoints" / "2" / "document").glob("*metadata*")
+    assert json.loads(path.read_text())["in_flight"]["producer"]["handed_over"]
+    trained = [t for part in first.values() for batch in part["batches"] for t in batch["tickets"]]
+    assert len(trained) == len(set(trained)) == 6 * 8
+
+
+@pytest.mark.slow
 def test_skewed_processes_take_the_same_events_and_break_together(mapping, cache, tmp_path):
     streaming = {"name": "in_order", "max_lookahead_versions": 1}
     parts = {

@@ -6,7 +6,6 @@ The controller decides; this loop does what it says and tells it what happened. 
 path: it runs dispatched groups through sampler, verifiers and filter, and puts the kept ones into the buffer.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +44,7 @@ from dynrl.rollout.events import (
 )  # fmt: skip
 from dynrl.rollout.ledger import Phase
 from dynrl.tasks.verifiers import VerifierPoolError
-from dynrl.types import Outcome, Verdict
+from dynrl.types import Outcome
 from dynrl.watchdog import Watchdog
 from dynrl.workdir import WorkdirError, open_workdir
 
@@ -236,8 +235,7 @@ class Loop:
             outcomes += judged.outcomes()
         skipped = self.parts.producer.take_skipped()
         self.parts.statistics.skipped(len(skipped))
-        outcomes += [Outcome(t.task_id, t.visit, Verdict.FILTERED, 0, 0, math.nan, t.version) for t in skipped]
-        for outcome in outcomes:
+        for outcome in [*outcomes, *skipped]:
             self.parts.selector.observe(outcome)
         self._advance(*events)
 

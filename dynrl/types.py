@@ -119,6 +119,8 @@ class Outcome(NamedTuple):
     num_positive: int  # live rollouts with metric > 0
     mean: float  # mean metric of the live rollouts; NaN when there are none
     version: int
+    source: str = ""  # of the task, as its level
+    level: int = 0
 
 
 @dataclass(frozen=True)

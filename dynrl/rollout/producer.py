@@ -12,6 +12,7 @@ process takes the same events. When that is makes all the difference between the
 
 import dataclasses
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -44,6 +45,7 @@ from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import (
     Finish,
     Groups,
+    Outcome,
     Payload,
     Purpose,
     Request,
@@ -103,7 +105,7 @@ class Producer:
         self._awaited: dict[int, int] = {}  # tickets, by their number with the verifiers
         self._too_long: list[Ticket] = []  # whose prompts do not fit
         self._judged: list[JudgedGroups] = []
-        self._skipped: list[Ticket] = []  # since `take_skipped`
+        self._skipped: list[Outcome] = []  # since `take_skipped`
         self._problem: Exception | None = None  # of this process; raised where all processes hear of it
         self.num_polls = 0
         self.secs = {"sampler": 0.0, "reward": 0.0, "backfill": 0.0}  # by phase, since `take_secs`
@@ -122,7 +124,7 @@ class Producer:
         judged, self._judged = self._judged, []
         return judged
 
-    def take_skipped(self) -> list[Ticket]:
+    def take_skipped(self) -> list[Outcome]:
         """The groups since the last call that were never generated: their prompts are too long."""
         skipped, self._skipped = self._skipped, []
         return skipped
@@ -313,7 +315,11 @@ class Producer:
         self._judged += judged
         judgements = [*itertools.chain.from_iterable(j.judgements() for j in judged)]
         judgements += [Judgement(t.ticket, Verdict.FILTERED, "too_long") for t in self._too_long]
-        self._skipped += self._too_long
+        for t in self._too_long:
+            task, verdict = self._tasks[t.ticket], Verdict.FILTERED
+            self._skipped.append(
+                Outcome(t.task_id, t.visit, verdict, 0, 0, math.nan, t.version, task.source, task.level)
+            )
         self._too_long = []
         self._forget({j.ticket for j in judgements})
         return [GroupsJudged(tuple(sorted(judgements)))] if judgements else []
@@ -334,12 +340,12 @@ class Producer:
         if config.dynamic_sampling.on_exhausted == "relax":
             keep_P |= judged.refused_P & valid_P
         numbers = groups.tickets_P[valid_P].tolist()
-        tickets, sources = [self._tickets[t] for t in numbers], [self._tasks[t].source for t in numbers]
+        tickets, tasks = [self._tickets[t] for t in numbers], [self._tasks[t] for t in numbers]
         if keep_P.any():
             records_P = np.zeros(len(valid_P), RECORD)
             records_P[valid_P] = buffer_records(r.rows(valid_P), tickets)
             self._buffer.put(groups, rewards, live_PG, keep_P, records_P)
-        return JudgedGroups(tickets, sources, judged.rows(valid_P), r.rows(valid_P))
+        return JudgedGroups(tickets, tasks, judged.rows(valid_P), r.rows(valid_P))
 
     def _gather_filtered(self, own: Records, groups: Groups) -> Records:
         """The records of all processes, with the host filter's verdicts."""

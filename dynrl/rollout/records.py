@@ -60,15 +60,20 @@ class JudgedGroups:
 
     Attributes:
       tickets: theirs.
-      sources: of their tasks.
+      tasks: theirs.
       judged: verdicts and statistics.
       records: scores, lengths and how each rollout ended, [N, G].
     """
 
     tickets: list[Ticket]
-    sources: list[str]
+    tasks: list[Task]
     judged: Judged
     records: Records
+
+    @property
+    def sources(self) -> list[str]:
+        """Of the tasks."""
+        return [task.source for task in self.tasks]
 
     def judgements(self) -> list[Judgement]:
         """What the controller is told."""
@@ -86,8 +91,8 @@ class JudgedGroups:
         mean_N = np.where(stats.count > 0, stats.mean, np.nan)
         columns = [x.tolist() for x in (self.judged.verdict_P, stats.count, stats.positives, mean_N)]
         return [
-            Outcome(t.task_id, t.visit, verdict, count, positives, mean, t.version)
-            for t, verdict, count, positives, mean in zip(self.tickets, *columns, strict=True)
+            Outcome(t.task_id, t.visit, verdict, count, positives, mean, t.version, task.source, task.level)
+            for t, task, verdict, count, positives, mean in zip(self.tickets, self.tasks, *columns, strict=True)
         ]
 
 

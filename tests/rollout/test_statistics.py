@@ -14,7 +14,7 @@ from dynrl.rollout.keep_rate import KeepRate
 from dynrl.rollout.ledger import Ledger, Ticket
 from dynrl.rollout.records import STATUSES, JudgedGroups, Records
 from dynrl.rollout.statistics import RolloutStatistics
-from dynrl.types import Finish, Status, Verdict
+from dynrl.types import Finish, Status, Task, Verdict
 
 TOTALS, RATES = Ledger().totals(), KeepRate(4, 0.9)
 
@@ -40,15 +40,15 @@ def group(
         np.zeros(1, bool),
         group_stats(records.metric, records.live),
     )
-    return JudgedGroups([Ticket(number, number, 0, 0, 0, index)], [source], judged, records)
+    return JudgedGroups([Ticket(number, number, 0, 0, 0, index)], [Task(-1, source, "p", "a")], judged, records)
 
 
 def together(groups):
     """Several judged groups as one."""
     stack = lambda *x: np.concatenate(x)  # noqa: E731
     judged, records = (jax.tree.map(stack, *[getattr(g, name) for g in groups]) for name in ("judged", "records"))
-    tickets, sources = ([x for g in groups for x in getattr(g, name)] for name in ("tickets", "sources"))
-    return JudgedGroups(tickets, sources, judged, records)
+    tickets, tasks = ([x for g in groups for x in getattr(g, name)] for name in ("tickets", "tasks"))
+    return JudgedGroups(tickets, tasks, judged, records)
 
 
 def stored(**columns):

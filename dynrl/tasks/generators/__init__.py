@@ -1,0 +1,1 @@
+"""Generators: new tasks from what succeeded and what failed."""

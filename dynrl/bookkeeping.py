@@ -14,6 +14,7 @@ from etils import epath
 
 from dynrl.build import Parts
 from dynrl.config import ConfigError, RunConfig, changed_keys, to_mapping
+from dynrl.generation import Generation
 from dynrl.metrics import JsonlWriter, MetricWriter, Row, TensorBoardWriter, check_names, read_rows
 from dynrl.progress import Progress
 from dynrl.rollout.controller import ControllerState
@@ -41,6 +42,7 @@ class Bookkeeper:
         self._device_metrics: Mapping[str, jax.Array] = {}
         self.generated_tokens = 0
         self.nonfinite_updates = 0  # skipped, run total, as far as metrics were fetched
+        self._generation: Generation | None = None
         self.sampler_counters: dict[str, int] = {}  # what they were when the last row was made
         document = self._restored = self._restore()
         self.resumed = document is not None
@@ -106,7 +108,7 @@ class Bookkeeper:
         document = {
             "config": to_mapping(p.config),
             "controller": self._controller.state_dict(),
-            "selector": p.selector.state_dict(),
+            "selection": p.selection.state_dict(),
             "visits": p.visits.state_dict(),
             "store": p.store.state_dict(),
             "buffer": p.buffer.state_dict(),
@@ -116,6 +118,7 @@ class Bookkeeper:
             "metrics": {"offset": self._jsonl.offset if self._jsonl else 0, "pending": pending},
             "num_polls": p.producer.num_polls,
             "in_flight": None,
+            "generation": self._generation and self._generation.state_dict(),
         }
         arrays: dict[str, Any] = {"arrays": {"state": p.state, "buffer": p.buffer.arrays}}
         if p.config.checkpoint.in_flight == "state" and not p.producer.idle:
@@ -142,7 +145,7 @@ class Bookkeeper:
         arrays = self._checkpointer.restore_arrays(step, {"state": p.state, "buffer": p.buffer.arrays})
         p.state = arrays["state"]
         p.buffer.load_state_dict(document["buffer"], arrays["buffer"])
-        for part, name in ((p.selector, "selector"), (p.visits, "visits"), (p.store, "store")):
+        for part, name in ((p.selection, "selection"), (p.visits, "visits"), (p.store, "store")):
             part.load_state_dict(document[name])
         p.statistics.load_state_dict(document["statistics"])
         self._controller.load_state_dict(document["controller"])
@@ -151,6 +154,12 @@ class Bookkeeper:
         self._pending = document["metrics"]["pending"]
         p.producer.num_polls = document["num_polls"]
         return document
+
+    def keep(self, generation: Generation) -> None:
+        """Saves it with everything else; restores it, in a resumed run."""
+        self._generation = generation
+        if self._restored is not None:
+            generation.load_state_dict(self._restored["generation"])
 
     def restore_in_flight(self) -> bool:
         """Gives sampler and producer the work that was under way; once everything is compiled.

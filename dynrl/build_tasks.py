@@ -2,13 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from dynrl.config import ConfigError, RunConfig
 from dynrl.models.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from dynrl.tasks.base import TaskSource
 from dynrl.tasks.environments import Environment
+from dynrl.tasks.generators import make_generator
+from dynrl.tasks.generators.base import TaskGenerator
+from dynrl.tasks.proposals import Proposals
 from dynrl.tasks.rewards import find_environment
+from dynrl.tasks.selectors import Selection, is_base_distribution, make_selector
 from dynrl.tasks.sources import make_source
 from dynrl.tasks.store import FrozenTasks, TaskStore, make_frozen
 
@@ -59,6 +64,34 @@ def make_tasks(config: RunConfig) -> Tasks:
     return Tasks(source, store, frozen, choose_verifiers(config, source, other), tokenizer, padding)
 
 
+def make_selection(config: RunConfig) -> Selection:
+    """Which tasks to spend rollouts on: the selector, the floor share beside it, and what was appended."""
+    t = config.tasks
+    selector = named("tasks.selector", make_selector, t.selector, seed=config.seed, **t.selector_kwargs)
+    floor_share = 0.0 if is_base_distribution(selector) else t.floor_share
+    return Selection(selector, config.seed, floor_share=floor_share, new_first=t.new_first)
+
+
+def find_generator(config: RunConfig) -> Callable[[], TaskGenerator] | None:
+    """What makes the generator, if there is to be one."""
+    g = config.generation
+    if not g.generator:
+        return None
+    return partial(named, "generation.generator", make_generator, g.generator, **g.generator_kwargs)
+
+
+def make_proposals(config: RunConfig, tasks: "Tasks") -> Proposals:
+    """What reads a generator's proposals."""
+    return Proposals(
+        tasks.store,
+        tasks.verifiers,
+        lambda prompt: len(tasks.tokenizer.encode(prompt)),
+        config.tasks.max_prompt_tokens,
+        config.generation.deduplicate,
+        tasks.frozen.hashes,
+    )
+
+
 def check_lengths(config: RunConfig, source: TaskSource) -> None:
     """Raises ConfigError where prompts or answers cannot fit: a character takes one token, or several as bytes.
 
@@ -85,7 +118,7 @@ def choose_verifiers(config: RunConfig, *sources: TaskSource) -> dict[str, str]:
                 f"{defaults[name]!r} in training: name one reward.verifier, or name their source apart"
             )
     unknown = [name for name in config.reward.verifiers if name not in defaults]
-    if unknown:
+    if unknown and not config.generation.generator:  # which may bring tasks of other sources
         raise ConfigError(
             f"config.reward.verifiers: no task has the source {unknown[0]!r}; there are {sorted(defaults)}"
         )

@@ -6,6 +6,7 @@ whatever the clock says this time (law 7). One file per process; it only grows, 
 
 import json
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ class Journal:
 
     def __init__(self, workdir: epath.Path | None = None, process: int = 0) -> None:
         self._facts: dict[tuple[Any, ...], Any] = {}
+        self._lock = threading.Lock()  # generators write from threads of their own
         self._path = None if workdir is None else workdir / f"journal_{process}.jsonl"
         for path in sorted(workdir.glob("journal_*.jsonl")) if workdir else ():
             for line in path.read_text().splitlines():
@@ -40,7 +42,7 @@ class Journal:
         self._facts[tuple(key)] = value
         if self._path is None:
             return
-        with self._path.open("a") as file:
+        with self._lock, self._path.open("a") as file:
             file.write(f"\n{json.dumps([list(key), value])}\n")  # not behind what a kill left of a line
             file.flush()
             if hasattr(file, "fileno"):

@@ -19,6 +19,7 @@ from dynrl.bookkeeping import Bookkeeper
 from dynrl.build import Parts, build, describe, run_warm_start, warm_up
 from dynrl.config import RunConfig, from_mapping
 from dynrl.evaluation import Evaluation
+from dynrl.generation import Generation
 from dynrl.interrupt import Interrupt
 from dynrl.journal import Journal
 from dynrl.metrics import JsonlWriter, MetricWriter, Row
@@ -43,6 +44,7 @@ from dynrl.rollout.events import (
     Warn,
 )  # fmt: skip
 from dynrl.rollout.ledger import Phase
+from dynrl.rollout.side_rollouts import SideRollouts
 from dynrl.tasks.verifiers import VerifierPoolError
 from dynrl.types import Outcome
 from dynrl.watchdog import Watchdog
@@ -72,7 +74,7 @@ def run(
         open_workdir(workdir, jax.process_index() == 0) as path,
     ):
         loop = Loop(parts, path, callbacks, interrupt)
-        with closing(loop.books), loop.watchdog:
+        with closing(loop.books), closing(loop), loop.watchdog:
             reason = loop.train()
             interrupt.restore()
             return loop.result(reason)
@@ -109,16 +111,25 @@ class Loop:
         self.books = Bookkeeper(parts, self.controller, workdir, callbacks)
         budget = self.config.rollout_failure
         self.watchdog = Watchdog(budget.stall_secs, budget.on_stall == "stop", self.books.progress.say)
-        parts.producer.deadlines.journal = parts.player.journal = Journal(workdir, jax.process_index())
+        journal = Journal(workdir, jax.process_index())
+        parts.producer.deadlines.journal = parts.player.journal = journal
         self._interrupt = interrupt  # of this process
         self._stopping = False  # any process, as all of them know
         self._queue: deque[Command] = deque()  # what the controller has commanded
         self._training: Training | None = None  # the step that is at the trainer
         self._training_since: float | None = None
-        self._evaluation = Evaluation(
-            self.config, parts.eval_tasks, parts.player, parts.verifiers, parts.tokenizer,
+        rollouts = SideRollouts(
+            parts.player, parts.verifiers, parts.tokenizer, journal,
             lambda groups: self._advance(*parts.producer.receive(groups)), parts.producer.collect, self._progress,
         )  # fmt: skip
+        self._evaluation = Evaluation(self.config, parts.eval_tasks, rollouts)
+        self._generation = None
+        if parts.make_generator is not None:
+            self._generation = Generation(
+                self.config, parts.make_generator, parts.store, parts.source, parts.proposals, rollouts,
+                parts.tokenizer, journal, self.books.progress.say,
+            )  # fmt: skip
+            self.books.keep(self._generation)
         self._start()
         self._step_begin = time.perf_counter()
 
@@ -170,6 +181,8 @@ class Loop:
 
     def train(self) -> str:
         """Follows the controller to its Stop, and returns the reason."""
+        if self._generation is not None:
+            self._generation.resume()
         self._advance(Resumed(self._resumed_in_flight))
         if self._resumed_in_flight:  # a retry may have been commanded and not yet heard of
             running = self.controller.ledger.in_order(Phase.IN_FLIGHT)
@@ -216,9 +229,11 @@ class Loop:
 
     def _draw(self, num: int) -> TasksDrawn:
         """Tasks -> selector."""
-        ids = [int(i) for i in self.parts.selector.draw(num, self.parts.store)]  # a selector's own may be NumPy's
+        draws = self.parts.selection.draw(num, self.parts.store)
+        ids = [draw.task_id for draw in draws]
         sources = [task.source for task in self.parts.store.get(ids)]
-        return TasksDrawn(tuple(map(Drawn, ids, self.parts.visits.next_visits(ids), sources)), num)
+        visits = self.parts.visits.next_visits(ids)
+        return TasksDrawn(tuple(map(Drawn, ids, visits, sources, [draw.base for draw in draws])), num)
 
     def _produce(self) -> None:
         """Selector -> sampler -> reward -> group filter -> buffer; the selector learns of every judged group."""
@@ -235,9 +250,14 @@ class Loop:
             outcomes += judged.outcomes()
         skipped = self.parts.producer.take_skipped()
         self.parts.statistics.skipped(len(skipped))
-        for outcome in [*outcomes, *skipped]:
-            self.parts.selector.observe(outcome)
+        self._observe([*outcomes, *skipped])
         self._advance(*events)
+
+    def _observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Selector and generator learn what became of groups."""
+        self.parts.selection.observe_all(outcomes)
+        if self._generation is not None:
+            self._generation.observe_all(outcomes)
 
     def _progress(self) -> None:
         """Something happened, as the watchdog will remember it."""
@@ -276,6 +296,7 @@ class Loop:
         row = parts.statistics.row(totals, training.counts, rates, training.surplus)
         row |= {"run/step": step + 1, "run/version": version, **self._sampler_row()}
         self.books.add_row(row, training.metrics)
+        self._generate()
         every = self.config.evaluation.every_steps
         if every and (step + 1) % every == 0:
             self._await_weights()
@@ -316,15 +337,33 @@ class Loop:
 
     def _evaluate(self) -> Row:
         """Frozen tasks -> sampler -> reward."""
+        return self._aside("evaluation", lambda: self._evaluation(self.controller.step))[0]
+
+    def _generate(self) -> None:
+        """Outcomes -> task generator -> tasks."""
+        generation, state = self._generation, self.controller
+        if generation is None:
+            return
+        if generation.is_due(state.step):
+            self._await_weights()
+        selectable = self.parts.selection.num_selectable(self.parts.store)
+        rate = state.keep_rate.expected
+        row, tokens = self._aside("generation", lambda: generation.step(state.step, state.version, rate, selectable))
+        self.books.amend(row)
+        self.books.generated_tokens += tokens
+        self._observe(generation.take_probed())
+
+    def _aside(self, name: str, work: Callable[[], tuple[Row, int]]) -> tuple[Row, int]:
+        """Does what is no part of a step, and keeps its tokens and its time out of the step's account."""
         parts, begin = self.parts, time.perf_counter()
         before = parts.sampler.counters
-        row, tokens = self._evaluation()
+        row, tokens = work()
         made = {k: v - before[k] for k, v in parts.sampler.counters.items()}
-        self.books.sampler_counters["tokens"] += tokens  # what evaluation took is not the step's
+        self.books.sampler_counters["tokens"] += tokens
         self.books.sampler_counters["slot_steps"] += made["slot_steps"] * tokens // max(made["tokens"], 1)
         spent = time.perf_counter() - begin
-        self._step_begin = getattr(self, "_step_begin", begin) + spent  # evaluation is not part of the step
-        return {**row, "time/evaluation_secs": spent}
+        self._step_begin = getattr(self, "_step_begin", begin) + spent
+        return {**row, f"time/{name}_secs": spent}, tokens
 
     def _check_faults(self) -> None:
         """What must not happen quietly: programs compiled after warm-up, gradients that are not finite."""
@@ -362,6 +401,11 @@ class Loop:
         self.books.flush()
         self.parts.producer.cancel_all()
         return reason
+
+    def close(self) -> None:
+        """Lets the generator go."""
+        if self._generation is not None:
+            self._generation.close()
 
     def result(self, reason: str) -> RunResult:
         """Results, and the last lines of the run."""

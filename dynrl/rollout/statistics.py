@@ -14,7 +14,7 @@ from dynrl.rollout.ledger import Phase
 from dynrl.rollout.records import STATUSES, JudgedGroups
 from dynrl.types import Finish, Verdict
 
-POPULATIONS = ("all", "kept", "trained", "first_attempt")
+POPULATIONS = ("all", "kept", "trained", "first_attempt", "base")
 _SPREAD_EDGES = np.array([1e-6, 0.1, 0.2, 0.5, 1.0])
 _SPREAD_NAMES = ("0", "0-0.1", "0.1-0.2", "0.2-0.5", "0.5-1", "over_1")
 
@@ -58,10 +58,11 @@ class RolloutStatistics:
         r, verdict_N = groups.records, groups.judged.verdict_P
         kept_N, failed_N = verdict_N == Verdict.KEPT, verdict_N == Verdict.FAILED
         first_N = np.array([t.replacement_index == 0 for t in groups.tickets], bool)
+        base_N = np.array([t.base for t in groups.tickets], bool)
         live_NG = r.live
         count_N = live_NG.sum(1)
         sums_N = [np.where(live_NG, x, 0).sum(1, dtype=np.float64) for x in (r.score, r.metric, r.length)]
-        for population, rows in (("all", slice(None)), ("kept", kept_N), ("first_attempt", first_N)):
+        for population, rows in (("all", slice(None)), ("kept", kept_N), ("first_attempt", first_N), ("base", base_N)):
             score, metric, length = (x[rows].sum() for x in sums_N)
             self._add(population, score, metric, length, count_N[rows].sum())
         truncated_NG = live_NG & (r.finish == Finish.LENGTH)

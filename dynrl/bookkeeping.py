@@ -4,6 +4,7 @@ A step's device metrics are fetched when the next step is on its way, so a row i
 holds the pending row and the offset of the metrics file behind the rows before it; a restore cuts the file there.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +21,18 @@ from dynrl.progress import Progress
 from dynrl.rollout.controller import ControllerState
 from dynrl.training.checkpoint import Checkpointer
 
-_FREE_TO_CHANGE = {"progress"}  # keys that change what is shown, not what is computed
+# Keys that a resumed run may change: what is shown, and the budgets whose end says how to go on.
+_FREE_TO_CHANGE = {
+    "progress",
+    *(f"dynamic_sampling.{key}" for key in ("max_num_gen_batches", "max_replacements_per_slot", "on_exhausted")),
+    *(f"dynamic_sampling.{key}" for key in ("max_consecutive_unfilled_steps", "on_data_end")),
+    *(f"rollout_failure.{key}" for key in ("max_infra_attempts_per_prompt", "max_data_attempts_per_prompt")),
+    *(f"rollout_failure.{key}" for key in ("max_skipped_prompts", "max_consecutive_dropped_prompts")),
+    *(f"rollout_failure.{key}" for key in ("group_deadline_secs", "stall_secs", "on_stall")),
+    *(f"rollout_failure.{key}" for key in ("retry_backoff_secs", "max_retry_backoff_secs")),
+    *(f"reward.{key}" for key in ("num_workers", "timeout_secs", "max_consecutive_timeouts", "memory_limit_mb")),
+    "train.max_nonfinite_updates",
+}
 
 
 class Bookkeeper:
@@ -140,7 +152,8 @@ class Bookkeeper:
         if document["buffer"]["capacity"] != p.buffer.capacity:  # follows the mesh, which follows the devices
             raise ConfigError(
                 f"config.mesh: the run's group buffer has {document['buffer']['capacity']} slots, on this mesh of "
-                f"{dict(p.mesh.shape)} it would have {p.buffer.capacity}: resume on as many devices as before"
+                f"{dict(p.mesh.shape)} it would have {p.buffer.capacity}: resume on as many devices as before, with "
+                "dynamic_sampling.on_exhausted = 'relax' if that was so before, and only then"
             )
         arrays = self._checkpointer.restore_arrays(step, {"state": p.state, "buffer": p.buffer.arrays})
         p.state = arrays["state"]
@@ -199,7 +212,7 @@ def _overlaid(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 
 
 def check_same_config(old: Mapping[str, Any], config: RunConfig) -> None:
-    """Raises ConfigError when a run would be resumed with another configuration; more steps are fine.
+    """Raises ConfigError when a run would be resumed with another configuration; more steps and other budgets are fine.
 
     A key that the run's dynrl did not know yet counts as its default.
     """
@@ -210,5 +223,11 @@ def check_same_config(old: Mapping[str, Any], config: RunConfig) -> None:
     if changed:
         raise ConfigError(
             f"config.{changed[0]}: this workdir's run was started with another configuration. Changed: "
-            f"{', '.join(changed)}. Only num_steps may grow; start a changed run in a new workdir"
+            f"{', '.join(changed)}. Only num_steps may grow, and budgets change; start a changed run in a new workdir"
         )
+
+
+def run_name(config: RunConfig) -> str:
+    """Names a configuration, whatever its number of steps and what it shows."""
+    mapping = {**to_mapping(config), "num_steps": None, "progress": None}
+    return hashlib.sha256(json.dumps(mapping, sort_keys=True).encode()).hexdigest()[:16]

@@ -183,7 +183,7 @@ class RolloutFailureConfig:
     max_retry_backoff_secs: NonNegativeFloat = 30.0
     on_dropped_prompt: Literal["replace", "shrink"] = "replace"
     min_step_batch_fraction: Fraction = 0.5  # "shrink": groups that a step must have, as a share of B
-    group_deadline_secs: NonNegativeFloat = 0.0  # of polling, from a group's dispatch to its verdict; 0 = none
+    group_deadline_secs: NonNegativeFloat = 0.0  # of polling, from a group's dispatch to its last token; 0 = none
     stall_secs: NonNegativeFloat = 1800.0  # without a group or step done; 0 = never mind
     on_stall: Literal["report", "stop"] = "report"
     min_live_per_group: NonNegativeInt = 0  # fewer live rollouts fail the group; 0 = num_generations_per_prompt

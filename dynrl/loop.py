@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
-from dynrl.bookkeeping import Bookkeeper
+from dynrl.bookkeeping import Bookkeeper, run_name
 from dynrl.build import Parts, build, describe, run_warm_start, warm_up
 from dynrl.config import RunConfig, from_mapping
 from dynrl.evaluation import Evaluation
@@ -111,7 +111,7 @@ class Loop:
         self.books = Bookkeeper(parts, self.controller, workdir, callbacks)
         budget = self.config.rollout_failure
         self.watchdog = Watchdog(budget.stall_secs, budget.on_stall == "stop", self.books.progress.say)
-        journal = Journal(workdir, jax.process_index())
+        journal = Journal(workdir, jax.process_index(), run_name(self.config))
         parts.producer.deadlines.journal = parts.player.journal = journal
         self._interrupt = interrupt  # of this process
         self._stopping = False  # any process, as all of them know
@@ -244,14 +244,17 @@ class Loop:
             self._progress()
         elif self.watchdog.ends and any_process(bool(self.watchdog.stalled)):
             raise RunError(f"{self.watchdog.stalled or 'another process made no progress'}; on_stall = 'stop'")
+        self._advance(*events)
+        under_way = self.controller.ledger.open[Phase.IN_FLIGHT]
         outcomes: list[Outcome] = []
-        for judged in self.parts.producer.take_judged():
+        for groups in self.parts.producer.take_judged():
+            retried, judged = groups.split(under_way)
             self.parts.statistics.judged(judged)
+            self.parts.statistics.retried(retried)
             outcomes += judged.outcomes()
         skipped = self.parts.producer.take_skipped()
         self.parts.statistics.skipped(len(skipped))
         self._observe([*outcomes, *skipped])
-        self._advance(*events)
 
     def _observe(self, outcomes: Sequence[Outcome]) -> None:
         """Selector and generator learn what became of groups."""

@@ -99,6 +99,12 @@ def validate(config: "RunConfig") -> None:
     )
     _validate_schedule(config, require)
     _validate_generation(config, require)
+    failure = config.rollout_failure
+    require(
+        failure.retry_backoff_secs <= failure.max_retry_backoff_secs,
+        "rollout_failure.retry_backoff_secs",
+        f"exceeds rollout_failure.max_retry_backoff_secs = {failure.max_retry_backoff_secs}",
+    )
     require(0 <= config.train.adam_b1 < 1, "train.adam_b1", "must lie in [0, 1)")
     require(0 <= config.train.adam_b2 < 1, "train.adam_b2", "must lie in [0, 1)")
 
@@ -161,27 +167,42 @@ def _validate_generation(config: "RunConfig", require: Callable[[bool, str, str]
 
 
 def ignored_keys(config: "RunConfig", default: "RunConfig") -> list[str]:
-    """Warnings of keys that are set, and that the built-in schedule that is chosen does not look at."""
-    s, adaptive = config.schedule, config.dynamic_sampling.oversample == "adaptive"
+    """Warnings of keys that are set, and that nothing looks at with what else is set."""
+    s, ds, failure = config.schedule, config.dynamic_sampling, config.rollout_failure
+    adaptive = ds.oversample == "adaptive"
     in_rounds, staged = s.name == "rounds", s.name in ("ready_first", "weight_fifo", "windowed")
-    if ":" in s.name:
-        return []
-    meaning = {
+    always = {
+        "dynamic_sampling.filter": ds.enable,
+        "dynamic_sampling.filter_kwargs": ds.enable,
+        "dynamic_sampling.max_consecutive_unfilled_steps": ds.on_exhausted in ("short", "carry"),
+        "rollout_failure.min_step_batch_fraction": failure.on_dropped_prompt == "shrink",
+        "rollout_failure.on_stall": failure.stall_secs > 0,
+        "schedule.chunks_per_update": s.mode == "async" and s.clock == "logical",
+    }
+    built_in = {
         "schedule.max_lookahead_versions": s.name == "in_order",
         "schedule.max_staleness_versions": staged,
         "schedule.sample_freshest_first": s.name == "windowed",
-        "schedule.chunks_per_update": s.mode == "async" and s.clock == "logical",
         "dynamic_sampling.refill": in_rounds,
         "dynamic_sampling.max_num_gen_batches": in_rounds,
-        "dynamic_sampling.max_surplus_age_versions": not staged,
+        "dynamic_sampling.max_surplus_age_versions": not staged and ds.surplus == "carry",
         "dynamic_sampling.max_oversample": adaptive,
         "dynamic_sampling.fill_probability": adaptive,
     }
-    where = f"schedule.name = {s.name!r}, schedule.mode = {s.mode!r}, dynamic_sampling.oversample = "
-    where += repr(config.dynamic_sampling.oversample)
+    keys = ("schedule.name", "schedule.mode", "dynamic_sampling.oversample")
+    of_schedule = ", ".join(f"{key} = {_get(config, key)!r}" for key in keys)
+    causes = {
+        **dict.fromkeys(built_in, of_schedule),
+        "dynamic_sampling.filter": "dynamic_sampling.enable = False",
+        "dynamic_sampling.filter_kwargs": "dynamic_sampling.enable = False",
+        "dynamic_sampling.max_consecutive_unfilled_steps": f"dynamic_sampling.on_exhausted = {ds.on_exhausted!r}",
+        "rollout_failure.min_step_batch_fraction": f"rollout_failure.on_dropped_prompt = {failure.on_dropped_prompt!r}",
+        "rollout_failure.on_stall": "rollout_failure.stall_secs = 0",
+        "schedule.chunks_per_update": f"schedule.mode = {s.mode!r}, schedule.clock = {s.clock!r}",
+    }
     return [
-        f"{key} = {_get(config, key)!r} has no meaning with {where}"
-        for key, read in meaning.items()
+        f"{key} = {_get(config, key)!r} has no meaning with {causes[key]}"
+        for key, read in {**always, **({} if ":" in s.name else built_in)}.items()
         if not read and _get(config, key) != _get(default, key)
     ]
 

@@ -24,3 +24,14 @@ def test_without_a_workdir_facts_last_for_a_life():
     journal = Journal()
     journal.write(("a", 1), 2)
     assert journal.get("a", 1) == 2
+
+
+def test_facts_of_another_configuration_do_not_count(tmp_path):
+    folder = epath.Path(tmp_path)
+    Journal(folder, 0, "short deadline").write(("timeout", 3, 0, 1), [0])
+    longer = Journal(folder, 0, "long deadline")
+    assert longer.get("timeout", 3, 0, 1) is None
+    longer.write(("timeout", 4, 0, 1), [1])
+    again = Journal(folder, 0, "long deadline")
+    assert (again.get("timeout", 3, 0, 1), again.get("timeout", 4, 0, 1)) == (None, [1])
+    assert Journal(folder, 0, "short deadline").get("timeout", 3, 0, 1) == [0]

@@ -29,7 +29,7 @@ def slot_exhausted(state: ControllerState, ticket: Ticket) -> list[Command]:
         if rest:
             return []
         state.totals["exhausted_slots"] += 1
-        return _unfilled(state, f"{why} {times} times", times)
+        return _unfilled(state, f"{why} {times} times", times, "A slot was not filled")
     state.totals["exhausted_slots"] += ticket.replacement_index == limit  # once, where it goes on
     if policy == "short":
         return give_up_slot(state, step, f"{state.shortfall[step] + 1} slots used up {key}")
@@ -93,13 +93,12 @@ def _again(state: ControllerState, why: str) -> list[Command]:
     return commands if state.stopped else [*commands, *state.begin_step()]
 
 
-def _unfilled(state: ControllerState, why: str, times: int) -> list[Command]:
+def _unfilled(state: ControllerState, why: str, times: int, what: str = "A step could not be filled") -> list[Command]:
     """Goes on, so many times."""
     cap = state.config.dynamic_sampling.max_consecutive_unfilled_steps
     if times > cap:
         return state.stop(
-            f"{why}. A step could not be filled {times} times in a row, more than "
-            f"dynamic_sampling.max_consecutive_unfilled_steps = {cap}",
+            f"{why}. {what} {times} times in a row, more than dynamic_sampling.max_consecutive_unfilled_steps = {cap}",
             failed=True,
         )
     return [Warn(why)]
@@ -125,9 +124,13 @@ def _raise(state: ControllerState, exhausted: Exhausted) -> list[Command]:
     if policy == "raise" and state.ledger.level(Phase.READY):
         short = "dynamic_sampling.on_exhausted = 'short' trains on what was kept; "
     if policy == "relax":
-        short = "dynamic_sampling.on_exhausted = 'relax', but no refused group carries signal; "
+        num = len(state.held)
+        short = f"dynamic_sampling.on_exhausted = 'relax', but only {num} refused groups carry signal; "
     if state.verdicts[Verdict.FAILED] > state.verdicts[Verdict.FILTERED]:
-        cure = "most groups failed, which the filter has no part in: their rollouts died in sampler or verifier"
+        last = f" (last: {state.last_failure})" if state.last_failure else ""
+        cure = f"most groups failed, which the filter has no part in{last}"
+    elif 2 * state.patterns["too_long"] > state.verdicts.total():
+        cure = "most prompts are too long: tasks.max_prompt_tokens"
     else:
         cure = "easier or harder tasks, as the counts say, raise the share that is kept"
     return state.stop(f"{_have(state, exhausted.why)}. {short}{exhausted.advice}; {cure}", failed=True)
@@ -208,7 +211,7 @@ def _have(state: ControllerState, why: str) -> str:
 
 def _expected(state: ControllerState) -> str:
     """How many slots may be expected to end like this: p^(N + 1) of them, for a drop rate of p."""
-    rate = state.keep_rate.mean
+    rate, judged = state.keep_rate.mean, state.keep_rate.judged
     if rate is None:
         judged = sum(state.verdicts[v] for v in (Verdict.KEPT, Verdict.FILTERED))
         rate = state.verdicts[Verdict.KEPT] / max(judged, 1)
@@ -216,8 +219,8 @@ def _expected(state: ControllerState) -> str:
     slots = state.batch_size * state.num_steps
     number = (1 - rate) ** (limit + 1) * slots
     return (
-        f"at the measured drop rate of {1 - rate:.0%} at least {number:.3g} of the run's {slots} slots end like this "
-        "(more if tasks differ)"
+        f"at the drop rate of {1 - rate:.0%}, that of {judged} groups so far, at least {number:.3g} of the run's "
+        f"{slots} slots end like this (more if tasks differ)"
     )
 
 

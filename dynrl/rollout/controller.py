@@ -264,11 +264,13 @@ def _failed(state: ControllerState, number: int, cause: str, judged: bool = Fals
     """Tries again, under its own budget, or gives the group up."""
     budget, ledger = state.config.rollout_failure, state.ledger
     ticket = ledger.running(number)
-    attempts = {"infra": budget.max_infra_attempts_per_prompt, "data": budget.max_data_attempts_per_prompt}
-    if ticket.attempts < attempts.get(cause, 0):
+    of_data = cause == "data"
+    failures = ticket.data_failures if of_data else ticket.attempts - 1 - ticket.data_failures
+    limit = budget.max_data_attempts_per_prompt if of_data else budget.max_infra_attempts_per_prompt
+    if cause and failures + 1 < limit:
         state.totals["retried_groups"] += 1
         delay = budget.retry_backoff_secs * 2 ** (ticket.attempts - 1)
-        return [Retry(ledger.retry(number), min(delay, budget.max_retry_backoff_secs))]
+        return [Retry(ledger.retry(number, of_data), min(delay, budget.max_retry_backoff_secs))]
     gone = ledger.end([number], failed=True)
     state.count(Verdict.FAILED, gone)
     state.failed_in_row += 1
@@ -308,11 +310,24 @@ def _decide(state: ControllerState) -> list[Command]:
     if not state.training:  # so a step is left
         tickets = state.schedule.select(state)
         if tickets is not None:
+            _check_selection(state, tickets)
             commands += _train(state, tickets)
             if not state.overlaps:
                 return commands
             commands += _evict(state)  # for the step after
     return commands + _admit(state)
+
+
+def _check_selection(state: ControllerState, tickets: Sequence[int]) -> None:
+    """Raises ValueError, naming the schedule, for a batch that is none: a schedule may be a user's own."""
+    ready, size = state.ledger.open[Phase.READY], state.size(state.filling)
+    strange = [n for n in tickets if n not in ready]
+    if strange or len(set(tickets)) != len(tickets) or len(tickets) != size:
+        what = f"ticket {strange[0]}, which is not ready" if strange else f"{list(tickets)!r:.200}"
+        raise ValueError(
+            f"schedule {state.config.schedule.name!r}: select returned {what}, for a step of {size} groups: it must "
+            f"return exactly {size} different ready groups (`view.size(view.filling)`), or None"
+        )
 
 
 def _evict(state: ControllerState) -> list[Command]:
@@ -348,7 +363,11 @@ def _train(state: ControllerState, tickets: Sequence[int]) -> list[Command]:
         if state.config.dynamic_sampling.surplus == "drop":
             commands += state.drop(list(state.ledger.ready_of_step.get(step, ())), Dropped.SURPLUS)
         state.ledger.restamp(step, step + 1)
-    state.vacancies.pop(step if state.schedule.capabilities.stamps_steps else -1, None)  # the step needs no more
+    if state.schedule.capabilities.stamps_steps:
+        state.vacancies.pop(step, None)  # the step needs no more
+    elif state.vacancies:  # the steps in reach need so many
+        missing = len(state.schedule.admit(state))
+        state.vacancies = {-1: state.vacancies[-1][:missing]} if missing else {}
     return commands
 
 

@@ -1,8 +1,9 @@
 """Time on the rollout side: attempts that wait to be repeated, groups that take too long, verifiers that did.
 
 What the clock decides is written into the journal before it is used, and decided the same after a restart (law 7),
-except where a run follows the wall clock. Time is that spent in polls: evaluation and training do not count. The first
-process's clock counts for all (law 4).
+except where a run follows the wall clock. (What had not been decided when the run was killed may come otherwise, on a
+slower machine.) Time is that spent in polls: evaluation and training do not count. The first process's clock counts
+for all (law 4).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +21,7 @@ class Deadlines:
     """Knows when each group was dispatched, and which wait for another attempt.
 
     Args:
-      group_secs: between a group's dispatch and its verdict; 0 = any time.
+      group_secs: between a group's dispatch and its last token; 0 = any time. Verifiers have deadlines of their own.
       metrics: components that a reward must have.
       replays: whether what was decided at a poll is decided at the same poll after a restart.
     """
@@ -61,6 +62,11 @@ class Deadlines:
             self._read_clock()
             self._since |= {t.ticket: self._now for t in tickets}
 
+    def generated(self, numbers: Collection[int]) -> None:
+        """These groups are with the verifiers."""
+        for number in numbers:
+            self._since.pop(number, None)
+
     def wait(self, ticket: Ticket, delay_secs: float) -> None:
         """This group is to be dispatched again after a while."""
         self._read_clock()
@@ -68,8 +74,7 @@ class Deadlines:
 
     def forget(self, numbers: Collection[int]) -> None:
         """These groups have ended."""
-        for number in numbers:
-            self._since.pop(number, None)
+        self.generated(numbers)
         if self._retries:
             self._retries = [r for r in self._retries if r[1].ticket not in numbers]
 

@@ -45,10 +45,11 @@ class Ticket(NamedTuple):
       step: the step being filled at dispatch.
       replacement_index: 0 for a first attempt, one more along each replacement of a filtered group.
       for_step: the step that is to train it, under a schedule that stamps steps; else -1.
-      attempts: how often it was dispatched; more than once when infrastructure failed.
+      attempts: how often it was dispatched; more than once where one failed.
       cohort: the number of the draw that it belongs to.
       source: of the task.
       base: whether it was drawn from the base distribution, and not for what a selector made of it.
+      data_failures: attempts that failed for the task's data; the others failed for infrastructure.
     """
 
     ticket: int
@@ -62,6 +63,7 @@ class Ticket(NamedTuple):
     cohort: int = 0
     source: str = ""
     base: bool = True
+    data_failures: int = 0
 
 
 # A ticket may enter a phase from these. Back to IN_FLIGHT go retries.
@@ -137,10 +139,10 @@ class Ledger:
         if phase not in _RUNNING:  # which it can be entered from only
             self._index(phase, tickets)
 
-    def retry(self, number: int) -> Ticket:
-        """Puts a running ticket in flight again, as another attempt."""
+    def retry(self, number: int, of_data: bool = False) -> Ticket:
+        """Puts a running ticket in flight again, as another attempt, after one that failed for its data or not."""
         (ticket,) = self._take([number], _RUNNING, "it cannot be tried again")
-        ticket = ticket._replace(attempts=ticket.attempts + 1)
+        ticket = ticket._replace(attempts=ticket.attempts + 1, data_failures=ticket.data_failures + of_data)
         self._enter(Phase.IN_FLIGHT, [ticket])
         return ticket
 

@@ -144,7 +144,7 @@ class Producer:
         """
         tasks = self._store.get([t.task_id for t in tickets])
         limit = self._config.tasks.max_prompt_tokens
-        requests, theirs = [], []
+        requests, theirs, attempts = [], [], []
         for t, task in zip(tickets, tasks, strict=True):
             request = self._request(t, task)
             if len(request.prompt) > limit and self._config.tasks.long_prompts == "skip":
@@ -152,7 +152,8 @@ class Producer:
             else:
                 requests.append(request)
                 theirs.append(task)
-        self._player.submit(requests, theirs)
+                attempts.append(t.attempts)
+        self._player.submit(requests, theirs, attempts)
         self._tickets |= {t.ticket: t for t in tickets}
         self._tasks |= {t.ticket: task for t, task in zip(tickets, tasks, strict=True)}
         self.deadlines.began(tickets)
@@ -234,16 +235,18 @@ class Producer:
         secs = f"rollout_failure.group_deadline_secs = {self._config.rollout_failure.group_deadline_secs:g}"
         first = self._tasks[late[0]].task_id
         self.cancel(late)
-        why = f"{len(late)} groups were not judged within {secs}, the first one of task {first}"
+        why = f"{len(late)} groups were not generated within {secs}, the first one of task {first}"
         return [AttemptsFailed(tuple(late), why)]
 
     def receive(self, groups: Groups) -> Events:
         """Takes finished groups, from `poll` or from whoever polls the sampler for something else meanwhile."""
         begin = time.perf_counter()
         self._handed_over.append(HandedOver(groups, self.num_polls))
+        numbers = tuple(groups.tickets_P[groups.valid_P].tolist())
+        self.deadlines.generated(numbers)
         self._verify(groups)
         self.secs["reward"] += time.perf_counter() - begin
-        return [GroupsGenerated(tuple(groups.tickets_P[groups.valid_P].tolist()))]
+        return [GroupsGenerated(numbers)]
 
     def _verify(self, groups: Groups) -> None:
         played = self._player.take_scores(groups)
@@ -291,12 +294,14 @@ class Producer:
         return due
 
     def _scored(self) -> list[Groups]:
-        """The first sets of which all processes have the scores, whenever that is."""
-        due = []
-        while self._handed_over and not any_process(
-            self._problem is None and not self._has_scores(self._handed_over[0].groups)
-        ):
-            due.append(self._handed_over.popleft().groups)
+        """The sets of which all processes have the scores, whenever that is."""
+        due, waiting = [], deque[HandedOver]()
+        for handed in self._handed_over:
+            if any_process(self._problem is None and not self._has_scores(handed.groups)):
+                waiting.append(handed)
+            else:
+                due.append(handed.groups)
+        self._handed_over = waiting
         if not due and self._handed_over and not self._player.num_in_flight:
             self._collect(lambda: self._verifiers.wait(0.02))
         return due

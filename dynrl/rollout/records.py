@@ -4,7 +4,8 @@ Every producer uses these: completions to the verifiers, their scores into recor
 together (law 4), and what metrics, controller and selector are told of judged groups.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from dynrl.types import Finish, Groups, Outcome, Scores, Status, Task, Verdict
 
 STATUSES = tuple(Status)
 _STATUS_INDEX = {status: i for i, status in enumerate(STATUSES)}
-_INFRA = [_STATUS_INDEX[s] for s in (Status.CRASHED, Status.SAMPLER)]  # what another attempt may cure
+_SAMPLER, _CRASHED = _STATUS_INDEX[Status.SAMPLER], _STATUS_INDEX[Status.CRASHED]
 _LIVE_STATUS = np.array([status.live for status in STATUSES])
 
 
@@ -75,12 +76,23 @@ class JudgedGroups:
         """Of the tasks."""
         return [task.source for task in self.tasks]
 
+    def split(self, numbers: Collection[int]) -> "tuple[JudgedGroups, JudgedGroups]":
+        """The groups with these ticket numbers, and the others."""
+        named_N = np.array([t.ticket in numbers for t in self.tickets], bool)
+        return self._rows(named_N), self._rows(~named_N)
+
+    def _rows(self, rows_N: np.ndarray) -> "JudgedGroups":
+        tickets, tasks = list(itertools.compress(self.tickets, rows_N)), list(itertools.compress(self.tasks, rows_N))
+        return JudgedGroups(tickets, tasks, self.judged.rows(rows_N), self.records.rows(rows_N))
+
     def judgements(self) -> list[Judgement]:
         """What the controller is told."""
         j = self.judged
-        infra_N = np.isin(self.records.status, _INFRA).any(1)
+        sampler_N, crashed_N = ((self.records.status == s).any(1) for s in (_SAMPLER, _CRASHED))
         failed_N = j.verdict_P == Verdict.FAILED
-        cause_N = np.where(failed_N, np.where(infra_N, "infra", "data"), "")
+        # A crash has had its attempts already: the verifiers' pool tries again by itself, and without sampling again.
+        cause_N = np.where(sampler_N, "infra", np.where(crashed_N, "", "data"))
+        cause_N = np.where(failed_N, cause_N, "")
         columns = (j.verdict_P, j.pattern_P, cause_N, j.stats.spread, j.refused_P)
         rows = zip(self.tickets, *(c.tolist() for c in columns), strict=True)
         return [Judgement(t.ticket, *values) for t, *values in rows]

@@ -81,6 +81,10 @@ class RolloutStatistics:
         binary_N = (~live_NG | (r.metric == 0) | (r.metric == 1)).all(1)
         self._filter(groups.judged, kept_N, failed_N, np.where(binary_N, sums_N[1], -1))
 
+    def retried(self, groups: JudgedGroups) -> None:
+        """Counts attempts that failed and are made again: the group is counted when it has its verdict."""
+        self._sums.count("backfill/wasted_tokens", groups.records.length.sum())
+
     def _filter(self, judged: Judged, kept_N: np.ndarray, failed_N: np.ndarray, positives_N: np.ndarray) -> None:
         """What the filter saw, of groups that did not fail; `positives_N` is -1 where rewards are not 0 or 1."""
         patterns = judged.pattern_P[~failed_N].tolist()

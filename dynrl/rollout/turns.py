@@ -49,7 +49,7 @@ class TurnPlayer:
         self._names, self._max_tokens = list(dict.fromkeys(["score", *names])), max_tokens
         self.journal = Journal()  # of the run, once it has a workdir
         self._tasks: dict[int, Task] = {}  # by ticket, of those that are played
-        self._visits: dict[int, int] = {}
+        self._visits: dict[int, tuple[int, int]] = {}  # visit and attempt
         self._openings: dict[int, Request] = {}  # that wait for the environment's first words
         self._texts: dict[tuple[int, int], list[str]] = {}  # the turns so far, by ticket and sample
         self._answers: dict[tuple[int, int], Answer] = {}  # the last one
@@ -83,15 +83,15 @@ class TurnPlayer:
             self._took([s for s in judged if s.ticket < first])
         return [begun[first + i] for i in range(len(tasks))]
 
-    def submit(self, requests: Sequence[Request], tasks: Sequence[Task]) -> None:
-        """Queues requests; see `Sampler.submit`."""
+    def submit(self, requests: Sequence[Request], tasks: Sequence[Task], attempts: Sequence[int] = ()) -> None:
+        """Queues requests; see `Sampler.submit`. `attempts` says how often each group was dispatched, now included."""
         plain = []
-        for request, task in zip(requests, tasks, strict=True):
+        for request, task, attempt in zip(requests, tasks, attempts or [1] * len(tasks), strict=True):
             environment = self._environments.get(task.source)
             if environment is None:
                 plain.append(request)
                 continue
-            self._tasks[request.ticket], self._visits[request.ticket] = task, request.visit
+            self._tasks[request.ticket], self._visits[request.ticket] = task, (request.visit, attempt)
             strings = (*request.params.stop_strings, *environment.stop_strings)
             params = dataclasses.replace(request.params, stop_strings=tuple(dict.fromkeys(strings)))
             played = dataclasses.replace(request, params=params, multi_turn=True)
@@ -255,7 +255,8 @@ class TurnPlayer:
         missed = status is Status.TIMEOUT
         if ticket < 0:
             return missed
-        fact = ("turn", self._tasks[ticket].task_id, self._visits[ticket], sample, len(self._texts.get(key, ())))
+        where = sample, len(self._texts.get(key, ()))
+        fact = ("turn", self._tasks[ticket].task_id, *self._visits[ticket], *where)
         if missed and not self.journal.get(*fact):
             self.journal.write(fact, True)
         return missed or bool(self.journal.get(*fact))
@@ -271,7 +272,7 @@ class TurnPlayer:
         """JSON-able. What is with the verifiers is judged again after a restart."""
         answers = [[*key, a.status, a.done, a.rewards, a.tokens] for key, a in self._answers.items()]
         return {
-            "visits": [list(x) for x in self._visits.items()],
+            "visits": [[t, *visit] for t, visit in self._visits.items()],
             "texts": [[*key, texts] for key, texts in self._texts.items()],
             "answers": answers,
             "ended": [list(t) for t in self._ended],
@@ -286,11 +287,11 @@ class TurnPlayer:
           tasks: by ticket, of what is in flight.
           requests: of the groups that wait for their openings.
         """
-        self._visits = dict(state["visits"])
+        self._visits = {t: (visit, attempt) for t, visit, attempt in state["visits"]}
         self._tasks = {t: tasks[t] for t in self._visits}
         self._texts = {(t, s): list(texts) for t, s, texts in state["texts"]}
         self._answers = {(t, s): Answer(Status(status), *rest) for t, s, status, *rest in state["answers"]}
         self._ended = [Turn(*fields, finish=Finish(finish)) for *fields, finish in state["ended"]]
         for t in self._ended:
             self._judge(t.ticket, t.sample, self._texts[t.ticket, t.sample])
-        self.submit(requests, [tasks[r.ticket] for r in requests])
+        self.submit(requests, [tasks[r.ticket] for r in requests], [self._visits[r.ticket][1] for r in requests])

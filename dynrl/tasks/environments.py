@@ -212,7 +212,10 @@ def _checked_step(environment: Environment, step: Any, where: str) -> tuple[str,
         raise TypeError(f"{where}: done must be a bool, got {type(step.done).__name__} {_REPR.repr(step.done)}")
     if not isinstance(step.components, Mapping):
         raise TypeError(f"{where}: components must be a mapping, got {_REPR.repr(step.components)}")
-    return _checked_text(environment, step.observation, f"{where}: step"), bool(step.done)
+    observation = _checked_text(environment, step.observation, f"{where}: step")
+    if not (observation or step.done):
+        raise ValueError(f"{where}: step returned an empty observation and done=False: the policy has nothing to go on")
+    return observation, bool(step.done)
 
 
 def _checked_text(environment: Environment, observation: Any, where: str) -> str:

@@ -36,6 +36,13 @@ def rows_of(workdir):
     return [reproducible(json.loads(line)) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
+def restart_from(workdir, target, step):
+    """What is on the disk of a run that was killed after this checkpoint: `target` goes on from there."""
+    shutil.copytree(workdir / "checkpoints" / str(step), target / "checkpoints" / str(step))
+    for path in [workdir / "metrics.jsonl", *workdir.glob("journal_*.jsonl")]:
+        shutil.copy(path, target)
+
+
 def in_flight_at(workdir, step):
     (path,) = (workdir / "checkpoints" / str(step) / "document").glob("*metadata*")
     return json.loads(path.read_text())["in_flight"]
@@ -66,8 +73,7 @@ def test_from_any_checkpoint_the_run_goes_on_bitwise(config_of, tmp_path, mode):
     under_way = []
     for step in (2, 4, 6):
         target = tmp_path / f"from_{step}"
-        shutil.copytree(tmp_path / "whole" / "checkpoints" / str(step), target / "checkpoints" / str(step))
-        shutil.copy(tmp_path / "whole" / "metrics.jsonl", target)
+        restart_from(tmp_path / "whole", target, step)
         saved = in_flight_at(target, step)
         under_way.append(saved is not None and bool(saved["producer"]["tickets"]))
         again = run(config, target)
@@ -82,8 +88,7 @@ def test_resubmitted_work_is_conserved(config_of, tmp_path, mode):
     config = config_of(MODES[mode], checkpoint__in_flight="resubmit")
     run(config, tmp_path / "whole")
     target = tmp_path / "again"
-    shutil.copytree(tmp_path / "whole" / "checkpoints" / "4", target / "checkpoints" / "4")
-    shutil.copy(tmp_path / "whole" / "metrics.jsonl", target)
+    restart_from(tmp_path / "whole", target, 4)
     assert in_flight_at(target, 4) is None
     run(config, target)
     rows = rows_of(target)
@@ -106,8 +111,7 @@ def test_turns_go_on_where_they_were(config_of, tmp_path, mode):
     assert [r["run/step"] for r in rows] == list(range(5))
     assert all(r["run/recompiles"] == 0 for r in rows[1:])
     target = tmp_path / "again"
-    shutil.copytree(tmp_path / "whole" / "checkpoints" / "2", target / "checkpoints" / "2")
-    shutil.copy(tmp_path / "whole" / "metrics.jsonl", target)
+    restart_from(tmp_path / "whole", target, 2)
     saved = in_flight_at(target, 2)
     assert (saved is None) == (mode == "rounds")
     if saved:
@@ -135,8 +139,7 @@ def test_sampling_on_devices_of_its_own(config_of, tmp_path):
     assert all(r["run/recompiles"] == 0 for r in rows[1:])
     assert all(r["train_batch/zero_advantage_groups_frac"] == 0 for r in rows[1:])
     target = tmp_path / "again"
-    shutil.copytree(tmp_path / "whole" / "checkpoints" / "4", target / "checkpoints" / "4")
-    shutil.copy(tmp_path / "whole" / "metrics.jsonl", target)
+    restart_from(tmp_path / "whole", target, 4)
     again = dynrl.run(config, str(target), (), build)
     assert rows_of(target) == rows
     jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)

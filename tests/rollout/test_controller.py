@@ -1,6 +1,7 @@
 """The controller: every rule by example, then random runs that are checked after every event."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,8 @@ from dynrl.rollout.events import (
     TasksDrawn,
     Train,
 )
+from dynrl.rollout.ledger import Phase
+from dynrl.rollout.schedules import BaseSchedule
 from dynrl.types import Verdict
 
 KEPT, FILTERED, FAILED, STALE = Verdict.KEPT, Verdict.FILTERED, Verdict.FAILED, Verdict.STALE
@@ -511,3 +514,66 @@ def test_state_is_bounded_by_what_is_open():
     largest = [max(size_of_step[s] for s in range(begin, begin + 50)) for begin in (10, 150)]
     # At most B - 1 + ceil(1.5 * B) = 19 tickets are open; each number may have grown by two digits.
     assert largest[1] <= largest[0] + 19 * 6 * 2
+
+
+# ---- Schedules of one's own ----
+
+
+class Chooses(BaseSchedule):
+    """Selects as it is told."""
+
+    max_open = 8
+    chosen: Any = staticmethod(lambda view: None)
+
+    def __init__(self, config):
+        pass
+
+    def admit(self, view):
+        return [-1] * (view.size(view.filling) - view.ledger.num_running - view.ledger.level(Phase.READY))
+
+    def select(self, view):
+        ready = sorted(view.ledger.open[Phase.READY])
+        return type(self).chosen(ready) if len(ready) >= 2 else None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "what"),
+    [
+        (lambda ready: ready[:1], r"\[0\]"),
+        (lambda ready: ready[:1] * 2, r"\[0, 0\]"),
+        (lambda ready: [*ready, 77], "ticket 77, which is not ready"),
+        (lambda ready: [], r"\[\]"),
+    ],
+)
+def test_a_selection_that_is_no_batch_names_the_schedule(monkeypatch, chosen, what):
+    monkeypatch.setattr(Chooses, "chosen", staticmethod(chosen))
+    config = make_config(2, 2, schedule={"name": f"{__name__}:Chooses"})
+    with pytest.raises(ValueError, match=rf"schedule '.*:Chooses': select returned {what}, for a step of 2 groups"):
+        Simulation(config, lambda ticket: Verdict.KEPT).run()
+
+
+def test_attempts_are_counted_by_cause():
+    """One failure of the infrastructure leaves the task's data its own attempts."""
+    causes = iter(["infra", "data", "infra", "data"])
+    failure = {"max_infra_attempts_per_prompt": 3, "max_data_attempts_per_prompt": 2, "retry_backoff_secs": 0.0}
+
+    def judge(ticket):
+        if ticket.ticket:
+            return Verdict.KEPT
+        return Judgement(0, Verdict.FAILED, "mixed", next(causes))
+
+    run = Simulation(make_config(1, 1, failure, schedule={"name": "in_order"}), judge).run()
+    # Twice failed for infrastructure, of three attempts; the second failure for data is one too many.
+    assert [(t.attempts, t.data_failures) for t, _ in run.retries] == [(2, 0), (3, 1), (4, 1)]
+    assert run.state.ledger.failed == 1
+
+
+@pytest.mark.parametrize("name", ["ready_first", "weight_fifo", "in_order"])
+def test_replacements_of_later_steps_keep_their_lineage(name):
+    """Without oversampling, each place of each step has one first attempt, whenever the step before was trained."""
+    schedule = {"name": name, "max_staleness_versions": 2, "max_lookahead_versions": 2}
+    config = make_config(12, 4, schedule=schedule, oversample="none", max_replacements_per_slot=99)
+    run = Simulation(config, random_verdict(5, 0.5), durations=random_durations(5)).run()
+    assert run.state.ledger.dropped["filtered"] > 20
+    assert run.state.totals["replaced_groups"] == run.state.ledger.dropped["filtered"]
+    assert sum(t.replacement_index == 0 for t in run.tickets) == 12 * 4

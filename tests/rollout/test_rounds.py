@@ -321,7 +321,7 @@ def test_a_prompt_that_is_too_long_is_dropped_where_it_may_be_skipped(mesh1, par
         for n in sorted(numbers)
     ]
     assert [t.ticket for j in producer.take_judged() for t in j.tickets] == list(short)
-    assert [t.ticket for t in producer.take_skipped()] == [n for n in numbers if n not in short]
+    assert [outcome.task_id for outcome in producer.take_skipped()] == [n for n in numbers if n not in short]
     assert producer.take_skipped() == []
 
 

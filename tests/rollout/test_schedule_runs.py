@@ -150,7 +150,7 @@ def watch(run):
         assert state.unfilled_steps <= sampling.max_consecutive_unfilled_steps
     per_slot = 1 + sampling.max_replacements_per_slot
     lives = {"carry": 1 + sampling.max_consecutive_unfilled_steps, "relax": 2}.get(sampling.on_exhausted, 1)
-    attempts = max(failure.max_infra_attempts_per_prompt, failure.max_data_attempts_per_prompt)
+    attempts = failure.max_infra_attempts_per_prompt + failure.max_data_attempts_per_prompt - 1
     for tickets in state.ledger.open.values():
         for ticket in tickets.values():
             assert ticket.attempts <= attempts

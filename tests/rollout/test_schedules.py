@@ -328,3 +328,44 @@ def test_nothing_is_selected_before_there_is_enough(name):
     assert schedule_of(name).select(view) is None
     assert schedule_of(name).state_dict() == {}
     assert schedule_of(name).exhausted(view) is None
+
+
+# ---- No preference for what is quick ----
+
+
+def test_in_order_waits_for_its_own_groups_that_would_be_too_old_for_the_next_step():
+    options = {"oversample": 2.0, "max_surplus_age_versions": 0}
+    schedule = schedule_of("in_order", 2, {"max_lookahead_versions": 0}, **options)
+    view = View(batch_size=2)
+    view.add(2, Phase.JUDGING, for_step=0)  # slow: tickets 0 and 1
+    view.add(2, Phase.READY, for_step=0)
+    assert schedule.select(view) is None
+    view.ledger.move([0], Phase.READY)
+    assert schedule.select(view) is None
+    view.ledger.move([1], Phase.READY)
+    assert schedule.select(view) == [0, 1]  # in dispatch order, whoever was first
+
+
+def test_in_order_does_not_wait_for_what_the_next_step_may_train():
+    schedule = schedule_of("in_order", 2, {"max_lookahead_versions": 0}, oversample=2.0, max_surplus_age_versions=1)
+    view = View(batch_size=2)
+    view.add(2, Phase.JUDGING, for_step=0).add(2, Phase.READY, for_step=0)
+    assert schedule.select(view) == [2, 3]
+    late = View(batch_size=2, version=1)
+    late.add(1, Phase.JUDGING, version=0, for_step=1).add(2, Phase.READY, version=1, for_step=1)
+    assert schedule.select(late) is None
+
+
+def test_in_order_trains_first_what_would_be_too_old():
+    schedule = schedule_of("in_order", 2, {"max_lookahead_versions": 0}, oversample=2.0, max_surplus_age_versions=1)
+    view = View(batch_size=2, version=1)
+    view.add(2, Phase.READY, version=1, for_step=1).add(1, Phase.READY, version=0, for_step=1)
+    assert schedule.select(view) == [0, 2]
+
+
+def test_failures_spend_no_budget_of_the_filters_rounds():
+    schedule, view = rounds(1, max_num_gen_batches=0, max_replacements_per_slot=1), View(1)
+    schedule.on_end([Verdict.FILTERED, *[Verdict.FAILED] * 9])
+    assert schedule.exhausted(view) is None
+    schedule.on_end([Verdict.FILTERED])
+    assert schedule.exhausted(view) is not None

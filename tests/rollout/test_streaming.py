@@ -210,3 +210,29 @@ def test_cancelled_groups_leave_no_trace(mesh1, parts):
     assert kinds(producer.poll()) == [("judged", 2)]
     assert producer.idle
     assert parts[1].tickets == [2]
+
+
+def test_a_deadline_ends_with_the_last_token(mesh1, parts):
+    """What is generated waits for its verifiers as long as they need; one straggler takes no other group along."""
+    sampler, verifiers = Sampler(mesh1, [(1,), None, None, None]), SlowVerifiers()
+    producer = streaming(parts, sampler, verifiers, clock="wall", group_deadline_secs=10.0)
+    producer.dispatch(tickets(1, 2))
+    producer.poll()
+    producer.deadlines.spent(11.0)
+    (event,) = producer.poll()
+    assert event.tickets == (2,)
+    verifiers.ready = True
+    assert kinds(producer.poll()) == [("judged", 1)]
+
+
+def test_on_a_wall_clock_no_set_waits_for_the_one_before(mesh1, parts):
+    verifiers = SlowVerifiers()
+    producer = streaming(parts, Sampler(mesh1, [(1,), (2,), None, None, (3,)]), verifiers, clock="wall")
+    producer.dispatch(tickets(1, 2, 3))
+    producer.poll()
+    producer.poll()
+    first, verifiers._done = verifiers._done[:1], verifiers._done[1:]
+    verifiers.ready = True
+    assert kinds(producer.poll()) == [("judged", 2)]
+    verifiers._done = first
+    assert kinds(producer.poll())[-1] == ("judged", 1)

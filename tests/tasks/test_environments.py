@@ -43,8 +43,9 @@ class Deeds(Environment):
         if deed == "exit": os._exit(3)
         if deed == "raise": raise KeyError(rest)
         if deed == "unparsable": raise Unparsable(rest)
-        if deed == "nan": return Step("", float("nan"), False)
-        if deed == "infinite": return Step("", 0.0, False, {"turns": float("inf")})
+        if deed == "nan": return Step("more", float("nan"), False)
+        if deed == "infinite": return Step("more", 0.0, False, {"turns": float("inf")})
+        if deed == "mute": return Step("", 0.5, False)
         if deed == "recurse": return self.step(text)
         if deed == "once":
             if not os.path.exists(rest):
@@ -266,7 +267,7 @@ def test_turns_are_judged_in_workers(pool):
     [
         ("loop", Status.TIMEOUT), ("unparsable x", Status.UNPARSABLE), ("recurse", Status.UNPARSABLE),
         ("exit", Status.CRASHED), ("raise x", Status.ERROR), ("unknown", Status.ERROR), ("nan", Status.NONFINITE),
-        ("infinite", Status.NONFINITE),
+        ("infinite", Status.NONFINITE), ("mute", Status.ERROR),
     ],
 )  # fmt: skip
 def test_a_turn_that_fails_ends_its_rollout_and_no_other(pool, turn, status):

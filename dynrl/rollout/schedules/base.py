@@ -87,11 +87,14 @@ class Schedule(Protocol):
     capabilities: Capabilities
 
     def admit(self, view: View) -> Sequence[int]:
-        """An entry for each group to dispatch now: the step that is to train it, or -1 where no step is stamped."""
+        """An entry for each group to dispatch now: the step that is to train it, or -1 where no step is stamped.
+
+        It is asked more often than it is followed, and must change nothing.
+        """
         ...
 
     def select(self, view: View) -> list[int] | None:
-        """The ready groups to train on now, or None. At most `view.size(view.filling)`."""
+        """The ready groups to train on now, exactly `view.size(view.filling)` of them, or None."""
         ...
 
     def oldest_version(self, view: View) -> int:

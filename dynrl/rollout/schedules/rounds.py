@@ -16,7 +16,7 @@ class RoundsState:
     """Counts within the step being filled."""
 
     num_rounds: int = 0
-    not_kept_in_row: int = 0  # groups judged since the last that was kept
+    not_kept_in_row: int = 0  # groups judged since the last that was kept, failed ones apart
 
 
 class Rounds(BaseSchedule):
@@ -64,11 +64,11 @@ class Rounds(BaseSchedule):
 
     def on_end(self, verdicts: Sequence[Verdict]) -> None:
         """Counts groups that were not kept."""
-        for i, verdict in enumerate(reversed(verdicts)):
+        for verdict in verdicts:
             if verdict is Verdict.KEPT:
-                self._state.not_kept_in_row = i
-                return
-        self._state.not_kept_in_row += len(verdicts)
+                self._state.not_kept_in_row = 0
+            elif verdict is not Verdict.FAILED:  # which has budgets of its own
+                self._state.not_kept_in_row += 1
 
     def on_step(self) -> None:
         """A new step has all its rounds again."""

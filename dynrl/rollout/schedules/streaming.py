@@ -31,7 +31,8 @@ class InOrder(BaseSchedule):
 
     A step trains its own groups, whichever finish first. Where one is dropped, a finished group of a later step is
     promoted into its place by the controller, and the fresh one repays the lender. Groups that oversampling made too
-    many of belong to the next step, unless they get older than `max_surplus_age_versions`.
+    many of belong to the next step. A step waits for those that would then be older than `max_surplus_age_versions`,
+    and trains them: nothing is dropped for being slow.
     """
 
     capabilities = Capabilities(stamps_steps=True)
@@ -61,11 +62,21 @@ class InOrder(BaseSchedule):
         return stamps
 
     def select(self, view: View) -> list[int] | None:
-        """The step's own groups, when they are there."""
-        size = view.size(view.filling)
-        if view.ledger.ready_for(view.filling) < size or not size:
+        """The step's own groups, when they are there: first what would be too old afterwards."""
+        ledger, step, size = view.ledger, view.filling, view.size(view.filling)
+        last_call = self.oldest_version(view) + view.versions_per_step  # what the next step will find too old
+        if ledger.ready_for(step) < size or not size or self._awaits(view, last_call):
             return None
-        return sorted(view.ledger.ready_of_step[view.filling])[:size]
+        ready = ledger.open[Phase.READY]
+        return sorted(sorted(ledger.ready_of_step[step], key=lambda n: (ready[n].version >= last_call, n))[:size])
+
+    def _awaits(self, view: View, last_call: int) -> bool:
+        """Whether a group of this step is under way that was dispatched before the last call."""
+        ledger, step = view.ledger, view.filling
+        if not ledger.running_of_step[step] or all(v >= last_call for v in ledger.running_of_version):
+            return False
+        running = (ledger.open[phase].values() for phase in (Phase.IN_FLIGHT, Phase.JUDGING))
+        return any(t.for_step == step and t.version < last_call for tickets in running for t in tickets)
 
     def oldest_version(self, view: View) -> int:
         """A stamp bounds the age; what is carried to the next step may have `max_surplus_age_versions`."""

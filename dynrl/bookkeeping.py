@@ -1,7 +1,8 @@
-"""What a run leaves on disk, and how it goes on from there: metric rows, config.json, checkpoints.
+"""What a run leaves on disk, and how it goes on from there: metric rows, tasks, config.json, checkpoints.
 
 A step's device metrics are fetched when the next step is on its way, so a row is pending for one step. A checkpoint
-holds the pending row and the offset of the metrics file behind the rows before it; a restore cuts the file there.
+holds the pending row and the offset of the metrics file behind the rows before it; a restore cuts the file there. The
+same holds of tasks.jsonl, with what was appended to the training tasks.
 """
 
 import hashlib
@@ -56,11 +57,12 @@ class Bookkeeper:
         self.nonfinite_updates = 0  # skipped, run total, as far as metrics were fetched
         self._generation: Generation | None = None
         self.sampler_counters: dict[str, int] = {}  # what they were when the last row was made
+        first = jax.process_index() == 0
+        parts.store.open_log(workdir / "tasks.jsonl", writes=first)
         document = self._restored = self._restore()
         self.resumed = document is not None
         self.grown = document is not None and document["config"]["num_steps"] != parts.config.num_steps
         offset = document["metrics"]["offset"] if document else 0
-        first = jax.process_index() == 0
         self._jsonl = JsonlWriter(workdir / "metrics.jsonl", offset) if first else None
         self._writers: list[MetricWriter] = [self._jsonl, *callbacks] if self._jsonl else []
         if first and parts.config.tensorboard:

@@ -12,12 +12,13 @@ import hashlib
 import struct
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol, Self
 
 from dynrl.types import Task
 
 MAX_RETRIES = 1_000  # draws of one task that may collide with excluded ones
+_NUM_SHOWN = 12  # levels that an error lists
 _UNPACK_WORDS = struct.Struct("<8Q").unpack  # one BLAKE2b digest
 
 
@@ -62,7 +63,7 @@ class Draws:
 
 
 class TaskSource(Protocol):
-    """Where tasks come from. Sources hold no state: `task` is a pure function.
+    """Where tasks come from. Sources hold no state: `task` is a pure function, which any thread may call.
 
     `kwargs` are the JSON-able arguments that rebuild the source. They stand in a checkpoint, so where the contents lie
     in files they hold a hash of them. `alphabet` is the set of characters that its prompts and answers use, and the
@@ -108,6 +109,37 @@ class TaskSource(Protocol):
         Endless sources return themselves: their `task` draws again.
         """
         ...
+
+
+class GradedSource(TaskSource, Protocol):
+    """A source that can write at a difficulty of choice, also beyond its own `levels`. Curricula need this part.
+
+    A level means the same wherever it stands: in `Task.level`, in `levels` and here. All its tasks carry one
+    `Task.source`, the only key of `verifiers`. A source at another level may exceed the maxima of this one.
+    """
+
+    def reachable_levels(self) -> Sequence[int]:
+        """Returns every level that it can write at, from the easiest to the hardest; its own `levels` are among them.
+
+        Raises ValueError, saying why and what to change, where it cannot choose.
+        """
+        ...
+
+    def at_level(self, level: int) -> TaskSource:
+        """Returns the source of tasks at this level alone. Raises ValueError, naming what is possible."""
+        ...
+
+
+def checked_level(source: GradedSource, level: int) -> int:
+    """Returns the level; raises ValueError, with the source's reachable levels, where it is none of them."""
+    levels = source.reachable_levels()
+    if level not in levels:
+        shown = [str(each) for each in levels[:_NUM_SHOWN]]
+        if len(levels) > _NUM_SHOWN:
+            shown += ["...", str(levels[-1])]
+        (name,) = source.verifiers
+        raise ValueError(f"{name} cannot write at level {level}; it can at {', '.join(shown)}")
+    return level
 
 
 class Problem(NamedTuple):

@@ -88,6 +88,12 @@ class Mixture:
         return self._num_tasks
 
     @property
+    def parts(self) -> list[tuple[TaskSource, float]]:
+        """The sources, each with its share of the tasks; levels are chosen in each on its own (`GradedSource`)."""
+        total = sum(self._weights)
+        return [(source, weight / total) for source, weight in zip(self._sources, self._weights, strict=True)]
+
+    @property
     def verifiers(self) -> dict[str, str]:
         """Those of all sources."""
         return dict(self._verifiers)

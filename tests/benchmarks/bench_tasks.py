@@ -60,6 +60,14 @@ def bench_selection() -> None:
     new = [Task(-1, "made", f"{i}+1=", str(i + 1), 1, (i,), {"kind": "sum"}) for i in range(1_000)]
     report("append_1000", 20, lambda: store.append(new, step=1, version=1, generator="benchmark"))
     report("epoch_draw_4096_after_appends", 150, lambda: epoch.draw(4_096, store))
+    with tempfile.TemporaryDirectory() as folder:
+        logged = TaskStore(source, 0, 1_000, exclude)
+        logged.open_log(Path(folder) / "tasks.jsonl")
+        for size in ("thousand", "million"):
+            while len(logged) < (1_000_000 if size == "million" else 2_000):
+                logged.append(new, step=1, version=1, generator="benchmark")
+            report(f"append_1000_to_a_logged_{size}", 20, lambda: logged.append(new, step=1, version=1))
+            report(f"state_of_a_logged_{size}", 5, logged.state_dict)
     tokenizer = CharTokenizer(source.alphabet, multiple_of=8)
     rng = np.random.default_rng(0)
     tokens_NT, lengths_N = rng.integers(0, 13, (512, 12)), rng.integers(0, 13, 512)

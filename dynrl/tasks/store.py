@@ -10,11 +10,15 @@ import functools
 import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dynrl.tasks.admission import admitted, checked_id, digest_of, from_row, refuse_excluded, row_of
-from dynrl.tasks.base import TaskSource, task_hash
+from dynrl.tasks.base import TaskSource, kind_method, task_hash
+from dynrl.tasks.given_tasks import GivenTasks
+from dynrl.tasks.kinds import KindTable
+from dynrl.tasks.outcomes import Kind
 from dynrl.types import Task
 
 _NUM_PROBES = 16  # base tasks that the fingerprint covers; some generators take seconds for one
@@ -135,6 +139,7 @@ class TaskStore:
         self._base_task = functools.lru_cache(_NUM_CACHED)(self._make_base_task)
         self._appended: list[Task] = []
         self._appends: list[dict[str, Any]] = []  # one per append that held tasks, in order of first_id
+        self._kinds = KindTable(self._find_kinds)
         self._identity = self._base_identity()
 
     @classmethod
@@ -143,7 +148,7 @@ class TaskStore:
 
         Raises ValueError, naming the position, for a task whose prompt is in `exclude`.
         """
-        given = _GivenTasks(tuple(admitted(task, i, f"tasks[{i}]") for i, task in enumerate(tasks)))
+        given = GivenTasks(tuple(admitted(task, i, f"tasks[{i}]") for i, task in enumerate(tasks)))
         for i, task in enumerate(given.tasks):
             refuse_excluded(task, exclude, f"tasks[{i}]")
         return cls(given, 0, None, exclude)
@@ -151,9 +156,29 @@ class TaskStore:
     def __len__(self) -> int:
         return self._num_base + len(self._appended)
 
+    @property
+    def num_base(self) -> int:
+        """How many tasks the base has: the first so many ids."""
+        return self._num_base
+
     def get(self, ids: Sequence[int]) -> list[Task]:
         """Returns the tasks with these ids; IndexError names a bad one."""
         return [self._task(checked_id(task_id, len(self))) for task_id in ids]
+
+    def kinds(self, ids: Sequence[int] | np.ndarray) -> list[Kind]:
+        """Returns source and level of the tasks with these ids, by `TaskSource.kind`; IndexError names a bad one."""
+        codes, kinds = self.kind_codes(ids)
+        return [kinds[code] for code in codes.tolist()]
+
+    def kind_codes(self, ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, Sequence[Kind]]:
+        """Returns `kinds` as int32 [len(ids)] and a table in which these numbers are positions.
+
+        The table only grows. Its order follows from what was asked for, so that nothing may be decided by it.
+        """
+        ids = np.asarray(ids, dtype=np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
+            checked_id(int(ids[(ids < 0) | (ids >= len(self))][0]), len(self))
+        return self._kinds.codes(ids, len(self)), self._kinds.kinds
 
     def append(
         self, new: Sequence[Task], *, step: int | None = None, version: int | None = None, generator: str | None = None
@@ -225,6 +250,7 @@ class TaskStore:
             raise ValueError(f"the saved appends end at id {next_id}, the tasks at {self._num_base + len(tasks)}")
         self._appended = tasks
         self._appends = [dict(record) for record in state["appends"]]
+        self._kinds.forget_from(self._num_base)
 
     def _task(self, task_id: int) -> Task:
         if task_id >= self._num_base:
@@ -235,10 +261,21 @@ class TaskStore:
         task = self._source.task(self._seed, task_id, self._exclude)
         return admitted(task, task_id, f"{self._source.name}: task {task_id}")
 
+    def _find_kinds(self, ids: Sequence[int]) -> list[Kind]:
+        kind_of, seed = kind_method(self._source), self._seed
+        return [(i < self._num_base and kind_of(seed, i)) or self._kind_of_task(i) for i in ids]
+
+    def _kind_of_task(self, task_id: int) -> Kind:
+        task = self._task(task_id)
+        return task.source, task.level
+
     def _base_identity(self) -> dict[str, Any]:
         probes = [self._task(i) for i in range(min(_NUM_PROBES, self._num_base))]
         for i, task in enumerate(probes):
             refuse_excluded(task, self._exclude, f"{self._source.name}: task {i}")
+        for i, kind in enumerate(self.kinds(range(len(probes)))):
+            if kind != (given := (probes[i].source, probes[i].level)):
+                raise ValueError(f"{self._source.name}: task {i} is {kind} by `kind`, but {given} by `task`: mend one")
         identity = {
             "source": self._source.name,
             "kwargs": dict(self._source.kwargs),
@@ -248,41 +285,6 @@ class TaskStore:
             "fingerprint": digest_of(map(row_of, probes)),
         }
         return json.loads(json.dumps(identity))
-
-
-@dataclass(frozen=True)
-class _GivenTasks:
-    """Tasks of a user's own as a source: task `index` is the one at that position, whatever the seed."""
-
-    tasks: tuple[Task, ...]
-    name = "given_tasks"
-    alphabet = None
-    max_prompt_chars = None
-    max_answer_chars = None
-
-    @property
-    def num_tasks(self) -> int:
-        return len(self.tasks)
-
-    @property
-    def verifiers(self) -> dict[str, str]:
-        return {}  # they name none: a configuration must
-
-    def without(self, exclude: Set[str]) -> "_GivenTasks":
-        del exclude  # none of them is: `from_tasks` has refused those
-        return self
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        return {"contents": digest_of(map(row_of, self.tasks))}
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        return tuple(sorted({task.level for task in self.tasks}))
-
-    def task(self, seed: int, index: int, exclude: Set[str] = frozenset()) -> Task:
-        del seed, exclude  # none is excluded: `from_tasks` has refused those
-        return self.tasks[index]
 
 
 def _base_size(source: TaskSource, num_tasks: int | None) -> int:

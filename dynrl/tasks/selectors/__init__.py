@@ -11,6 +11,7 @@ from dynrl.tasks.selectors.greso import GresoSelector
 from dynrl.tasks.selectors.learnability import LearnabilitySelector
 from dynrl.tasks.selectors.posterior import PassRates, PosteriorSelector
 from dynrl.tasks.selectors.randomness import counter_words
+from dynrl.tasks.selectors.selection import Draw, Selection
 from dynrl.tasks.selectors.thompson import ThompsonSelector
 from dynrl.tasks.selectors.uniform import UniformSelector
 from dynrl.tasks.selectors.visits import VisitCounter
@@ -19,11 +20,13 @@ from dynrl.tasks.selectors.weighted import WeightedSelector
 __all__ = [
     "BUILT_IN_SELECTORS",
     "DifficultyPoolsSelector",
+    "Draw",
     "EpochSelector",
     "GresoSelector",
     "LearnabilitySelector",
     "PassRates",
     "PosteriorSelector",
+    "Selection",
     "Selector",
     "ThompsonSelector",
     "UniformSelector",

@@ -8,12 +8,13 @@ This module knows neither JAX nor the store: ids are given on admission, and tas
 """
 
 import difflib
+import functools
 import hashlib
 import struct
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 from dynrl.types import Task
 
@@ -62,6 +63,15 @@ class Draws:
         return (self._words.pop() * bound) >> 64
 
 
+def first_draw_below(bound: int, seed: int, stream: str, index: int) -> int:
+    """Returns `Draws(seed, stream, index).below(bound)`, for those that need no more of the sequence, in half the time.
+
+    What selectors look at are many tasks, of each the level alone.
+    """
+    digest = hashlib.blake2b(f"{stream}:{seed}:{index}:0:0".encode()).digest()
+    return (int.from_bytes(digest[-8:], "little") * bound) >> 64
+
+
 class TaskSource(Protocol):
     """Where tasks come from. Sources hold no state: `task` is a pure function, which any thread may call.
 
@@ -70,6 +80,9 @@ class TaskSource(Protocol):
     two maxima bound their lengths in characters; each is None where the source cannot say. `num_tasks` is how many
     tasks a finite source has, None for an endless one. `verifiers` gives, for each `Task.source` that its tasks may
     carry, the verifier that judges them by default.
+
+    A source may also have `kind(seed, index)`, which returns the (source, level) of its task without writing it, or
+    None where it cannot say. Selectors look at many more tasks than they draw.
     """
 
     @property
@@ -142,6 +155,12 @@ def checked_level(source: GradedSource, level: int) -> int:
     return level
 
 
+def kind_method(source: TaskSource) -> Callable[[int, int], tuple[str, int] | None]:
+    """Returns a source's own `kind`, or else one that cannot say."""
+    method = getattr(source, "kind", None)
+    return cast(Callable[[int, int], tuple[str, int] | None], method) if callable(method) else lambda seed, index: None
+
+
 class Problem(NamedTuple):
     """What a `LeveledSource` writes; the metadata is for the verifier."""
 
@@ -177,6 +196,11 @@ class LeveledSource(ABC):
     def problem(self, draws: Draws, level: int) -> Problem:
         """Returns a problem of this level; `draws` is its only source of chance."""
 
+    def kind(self, seed: int, index: int) -> tuple[str, int]:
+        """Returns source and level of the task at (seed, index), whatever is excluded."""
+        levels = self._levels
+        return self.name, levels[first_draw_below(len(levels), seed, self.name, index)]
+
     def task(self, seed: int, index: int, exclude: Set[str] = frozenset()) -> Task:
         """Returns the task at (seed, index), with task_id -1, whose `task_hash` is not in `exclude`.
 
@@ -186,7 +210,7 @@ class LeveledSource(ABC):
           ValueError: if `MAX_RETRIES` further draws at the level all lie in `exclude`.
         """
         draws = Draws(seed, self.name, index)
-        level = self.levels[draws.below(len(self.levels))]
+        level = self._levels[draws.below(len(self._levels))]
         for salt in range(1, MAX_RETRIES + 2):
             prompt, answer, metadata = self.problem(draws, level)
             if not exclude or task_hash(prompt) not in exclude:
@@ -196,3 +220,7 @@ class LeveledSource(ABC):
             f"{self.name}: all {MAX_RETRIES + 1} draws at level {level} (seed {seed}, index {index}) are among the "
             f"{len(exclude)} excluded tasks; use fewer evaluation tasks, or {self.cure}"
         )
+
+    @functools.cached_property
+    def _levels(self) -> tuple[int, ...]:
+        return self.levels

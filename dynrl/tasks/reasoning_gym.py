@@ -119,7 +119,7 @@ class ReasoningGym:
         """
         if not 0 <= index < MAX_INDEX:
             raise IndexError(f"{self._source}: the index must lie in [0, {MAX_INDEX}), got {index}")
-        setting, dataset = self._settings[Draws(seed, self.name, index).below(len(self._settings))]
+        setting, dataset = self._setting(seed, index)
         num_failed = 0
         for draw in range(MAX_RETRIES + 1):
             try:
@@ -136,6 +136,14 @@ class ReasoningGym:
             f"{self._source}: all {MAX_RETRIES + 1} draws at difficulty {setting} (seed {seed}, index {index}) are "
             f"among the {len(exclude)} excluded tasks; use fewer evaluation tasks, or a config with more of them"
         )
+
+    def kind(self, seed: int, index: int) -> tuple[str, int] | None:
+        """Returns source and level of the task at (seed, index); None without a difficulty: only the task says then."""
+        setting, _ = self._setting(seed, index)
+        return None if setting is None else (self._source, _level(setting, {}))
+
+    def _setting(self, seed: int, index: int) -> tuple[Any, Any]:
+        return self._settings[Draws(seed, self.name, index).below(len(self._settings))]
 
     @property
     def _source(self) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from dynrl.tasks.base import Draws
 from dynrl.tasks.proposal_kinds.source import ProposerTasks
-from dynrl.tasks.proposals import Proposals, Refused
+from dynrl.tasks.proposals import Proposals
 from dynrl.tasks.store import TaskStore
 from dynrl.types import Outcome, Task
 
@@ -146,7 +146,9 @@ class SelfPropose:
         results = self._proposals.read(rows, len(rows))
         for i, (read, result) in enumerate(zip(reads, results, strict=True)):
             if isinstance(result, Task):
-                (tasks[i],) = self._store.append([result], step=step, version=version, generator=self._source.task_source)
+                (tasks[i],) = self._store.append(
+                    [result], step=step, version=version, generator=self._source.task_source
+                )
                 self._proposed_by[tasks[i]] = ticket, i
             elif read.live:
                 scores[i] = self._rewards.invalid

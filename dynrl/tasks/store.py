@@ -9,10 +9,13 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from dynrl.tasks.admission import admitted, checked_id, digest_of, from_row, refuse_excluded, row_of
 from dynrl.tasks.base import TaskSource, task_hash
+from dynrl.tasks.kinds import KindTable
+from dynrl.tasks.outcomes import Kind
 from dynrl.tasks.store_base import GivenTasks, StoreBase
 from dynrl.tasks.store_log import StoreLog
 from dynrl.types import Task
@@ -127,6 +130,7 @@ class TaskStore:
         self._appended: list[Task] = []
         self._appends: list[dict[str, Any]] = []  # one per append that held tasks, in order of first_id
         self._log: StoreLog | None = None
+        self._kinds = KindTable(self._find_kinds)
 
     @classmethod
     def from_tasks(cls, tasks: Iterable[Task], exclude: Set[str] = frozenset()) -> "TaskStore":
@@ -141,6 +145,11 @@ class TaskStore:
 
     def __len__(self) -> int:
         return len(self._base) + len(self._appended)
+
+    @property
+    def num_base(self) -> int:
+        """How many tasks the base has: the first so many ids."""
+        return len(self._base)
 
     def get(self, ids: Sequence[int]) -> list[Task]:
         """Returns the tasks with these ids; IndexError names a bad one."""
@@ -169,6 +178,21 @@ class TaskStore:
         if self._appended or self._log:
             raise ValueError(f"{path}: open the log once, before the first append")
         self._log = StoreLog(path, writes)
+
+    def kinds(self, ids: Sequence[int] | np.ndarray) -> list[Kind]:
+        """Returns source and level of the tasks with these ids, by `TaskSource.kind`; IndexError names a bad one."""
+        codes, kinds = self.kind_codes(ids)
+        return [kinds[code] for code in codes.tolist()]
+
+    def kind_codes(self, ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, Sequence[Kind]]:
+        """Returns `kinds` as int32 [len(ids)] and a table in which these numbers are positions.
+
+        The table only grows. Its order follows from what was asked for, so that nothing may be decided by it.
+        """
+        ids = np.asarray(ids, dtype=np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
+            checked_id(int(ids[(ids < 0) | (ids >= len(self))][0]), len(self))
+        return self._kinds.codes(ids, len(self)), self._kinds.kinds
 
     def append(
         self, new: Sequence[Task], *, step: int | None = None, version: int | None = None, generator: str | None = None
@@ -245,6 +269,7 @@ class TaskStore:
             raise ValueError(f"the saved appends end at id {next_id}, the tasks at {first_id + len(tasks)}")
         self._appended = tasks
         self._appends = [dict(record) for record in appends]
+        self._kinds.forget_from(len(self._base))
 
     def _saved(self, state: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Returns the records of the appends and the rows of their tasks, from the log or the state itself."""
@@ -252,6 +277,11 @@ class TaskStore:
             theirs, ours = ("a log", "has none open") if "log" in state else ("the checkpoint", "has a log")
             raise ValueError(f"the saved store's tasks lie in {theirs}, and this store {ours}: see `open_log`")
         return self._log.load_state_dict(state["log"]) if self._log else (state["appends"], state["appended"])
+
+    def _find_kinds(self, ids: Sequence[int]) -> list[Kind]:
+        num_base = len(self._base)
+        appended = ((x.source, x.level) for x in (self._appended[i - num_base] for i in ids if i >= num_base))
+        return [self._base.kind(i) if i < num_base else next(appended) for i in ids]
 
 
 class TasksView:

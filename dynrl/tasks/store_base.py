@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynrl.tasks.admission import admitted, digest_of, refuse_excluded, row_of
-from dynrl.tasks.base import TaskSource
+from dynrl.tasks.base import TaskSource, kind_method
+from dynrl.tasks.outcomes import Kind
 from dynrl.types import Task
 
 _NUM_PROBES = 16  # tasks that the fingerprint covers; some generators take seconds for one
@@ -28,10 +29,19 @@ class StoreBase:
         self.num_excluded = (source.num_tasks or 0) - (self._source.num_tasks or 0)
         # A task is looked up when it is drawn, dispatched and tried again, and some take long to make.
         self.task = functools.lru_cache(_NUM_CACHED)(self._make)
+        self._kind = kind_method(self._source)
         self.identity = self._identity()
 
     def __len__(self) -> int:
         return self._size
+
+    def kind(self, task_id: int) -> Kind:
+        """Source and level of a task, without writing it where its source can say."""
+        return self._kind(self._seed, task_id) or self._kind_of(task_id)
+
+    def _kind_of(self, task_id: int) -> Kind:
+        task = self.task(task_id)
+        return task.source, task.level
 
     def refuse_other(self, identity: Mapping[str, Any]) -> None:
         """Raises ValueError, naming each difference, for the identity of another base."""
@@ -48,6 +58,10 @@ class StoreBase:
         probes = [self.task(i) for i in range(min(_NUM_PROBES, self._size))]
         for i, task in enumerate(probes):
             refuse_excluded(task, self._exclude, f"{self._source.name}: task {i}")
+            if (kind := self.kind(i)) != self._kind_of(i):
+                raise ValueError(
+                    f"{self._source.name}: task {i} is {kind} by `kind`, but {self._kind_of(i)} by `task`: mend one"
+                )
         identity = {
             "source": self._source.name,
             "kwargs": dict(self._source.kwargs),

@@ -56,6 +56,15 @@ def score(task, text):
         return 0.0
 
 
+@pytest.mark.parametrize("difficulty", [0, (0, 2), {"num_terms": 1, "num_digits": 3}])
+def test_kinds_are_known_without_making_an_item_where_the_difficulty_is_given(difficulty, monkeypatch):
+    source = source_of("chain_sum", difficulty=difficulty)
+    expected = [(task.source, task.level) for task in (source.task(1, index) for index in range(40))]
+    monkeypatch.setattr(entries, "make_entry", None)
+    assert [source.kind(1, index) for index in range(40)] == expected
+    assert source_of("chain_sum").kind(1, 0) is None
+
+
 def test_every_generator_gives_tasks_whose_answers_score_1():
     assert len(GENERATORS) == 105
     unsolved = set()

@@ -132,6 +132,7 @@ class Bookkeeper:
             "metrics": {"offset": self._jsonl.offset if self._jsonl else 0, "pending": pending},
             "num_polls": p.producer.num_polls,
             "in_flight": None,
+            "self_propose": p.self_propose and p.self_propose.state_dict(),
             "generation": self._generation and self._generation.state_dict(),
         }
         arrays: dict[str, Any] = {"arrays": {"state": p.state, "buffer": p.buffer.arrays}}
@@ -163,6 +164,8 @@ class Bookkeeper:
         for part, name in ((p.selection, "selection"), (p.visits, "visits"), (p.store, "store")):
             part.load_state_dict(document[name])
         p.statistics.load_state_dict(document["statistics"])
+        if p.self_propose is not None:
+            p.self_propose.load_state_dict(document["self_propose"])
         self._controller.load_state_dict(document["controller"])
         self.generated_tokens = document["generated_tokens"]
         self.nonfinite_updates = document["nonfinite_updates"]
@@ -190,7 +193,7 @@ class Bookkeeper:
         if state["sampler"]["pending_version"] is not None:
             like = like._replace(pending=like.params)
         payload = p.sampler.filler(p.config.num_generations_per_prompt).payload
-        handed_over = [payload] * len(state["producer"]["handed_over"])
+        handed_over = [payload] * sum(len(state["producer"][name]) for name in ("handed_over", "deferred"))
         step = self._checkpointer.latest
         assert step is not None
         arrays = self._checkpointer.restore_arrays(step, {"sampler": like, "handed_over": handed_over}, "in_flight")

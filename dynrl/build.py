@@ -18,6 +18,7 @@ from dynrl.build_tasks import (
     find_generator,
     make_proposals,
     make_selection,
+    make_self_propose,
     make_tasks,
     max_observation_tokens,
     named,
@@ -39,6 +40,7 @@ from dynrl.tasks.base import TaskSource
 from dynrl.tasks.generators.base import TaskGenerator
 from dynrl.tasks.proposals import Proposals
 from dynrl.tasks.selectors import Selection, VisitCounter
+from dynrl.tasks.self_propose import SelfPropose
 from dynrl.tasks.store import FrozenTasks, TaskStore
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.training.state import TrainState, abstract_state, init_state, make_optimizer, state_shardings, with_params
@@ -58,7 +60,8 @@ class Parts:
     eval_tasks: FrozenTasks
     selection: Selection
     make_generator: Callable[[], TaskGenerator] | None
-    proposals: Proposals
+    proposals: Proposals  # reads a generator's
+    self_propose: SelfPropose | None
     visits: VisitCounter
     tokenizer: Tokenizer
     sampler: SlotEngine
@@ -189,7 +192,8 @@ def build(config: RunConfig) -> Parts:
         )
     selection, make_generator = make_selection(config), find_generator(config)
     schedule, of_schedule = build_schedule(config)
-    buffer = make_buffer(config, schedule, mesh)
+    self_propose = make_self_propose(config, tasks)
+    buffer = make_buffer(config, schedule, mesh, self_propose.max_deferred if self_propose else 0)
     optimizer = make_optimizer(config.train, config.num_steps)
     reference = config.loss.kl_coef > 0
     shardings = state_shardings(config.model, tokenizer.vocab_size, optimizer, mesh, reference)
@@ -216,7 +220,8 @@ def build(config: RunConfig) -> Parts:
         eval_tasks=tasks.frozen,
         selection=selection,
         make_generator=make_generator,
-        proposals=make_proposals(config, tasks),
+        proposals=make_proposals(config, tasks, config.generation.deduplicate),
+        self_propose=self_propose,
         visits=VisitCounter(),
         tokenizer=tokenizer,
         sampler=sampler,
@@ -226,11 +231,19 @@ def build(config: RunConfig) -> Parts:
         judge=judge,
         buffer=buffer,
         producer=Producer(
-            config, player, verifiers, judge, buffer, tokenizer, tasks.store, schedule.capabilities.has_rounds
+            config,
+            player,
+            verifiers,
+            judge,
+            buffer,
+            tokenizer,
+            self_propose or tasks.store,
+            schedule.capabilities.has_rounds,
+            self_propose,
         ),
         statistics=RolloutStatistics(
             config.dynamic_sampling.metric,
-            sorted(tasks.source.verifiers),
+            sorted(tasks.verifiers if self_propose else tasks.source.verifiers),
             holds=config.dynamic_sampling.on_exhausted == "relax",
         ),
         optimizer=optimizer,
@@ -293,6 +306,8 @@ def warm_up(parts: Parts) -> None:
             warm_up_gather(parts.sampler.groups_per_poll(k), k)
         warm_up_texts(parts.sampler.filler(1))
         sharding.common_bytes(b" ")
+    if parts.self_propose is not None:
+        sharding.bytes_of_all(b" ")
     sharding.any_process(False)
     sharding.common_number(0)
     parts.state, metrics = parts.train_step(parts.state, batch)

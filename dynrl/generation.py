@@ -35,6 +35,7 @@ from dynrl.tasks.store import TaskStore
 from dynrl.types import Outcome, Purpose, SamplingParams, Task, Verdict
 
 _MAX_BACKOFF_STEPS = 64
+_KIND_DECAY = 0.9  # of what is known of a level, per group: curricula follow the policy
 
 
 @dataclasses.dataclass
@@ -73,7 +74,7 @@ class Generation:
         s = config.sampler
         self._params = SamplingParams(s.temperature, s.max_completion_tokens, stop_strings=s.stop_strings)
         self.name = self._options.generator.rpartition(":")[2]
-        self._outcomes = TaskOutcomes()
+        self._outcomes = TaskOutcomes(kind_decay=_KIND_DECAY)
         self._generator = make()
         self._state: Any = self._generator.state_dict()  # of the generator, as far as the run knows
         self._asked: Asked | None = None

@@ -45,6 +45,7 @@ from dynrl.rollout.events import (
 )  # fmt: skip
 from dynrl.rollout.ledger import Phase
 from dynrl.rollout.side_rollouts import SideRollouts
+from dynrl.tasks.self_propose import FIRST_ID
 from dynrl.tasks.verifiers import VerifierPoolError
 from dynrl.types import Outcome
 from dynrl.watchdog import Watchdog
@@ -184,6 +185,8 @@ class Loop:
         if self._generation is not None:
             self._generation.resume()
         self._advance(Resumed(self._resumed_in_flight))
+        if not self._resumed_in_flight and self.parts.self_propose is not None:
+            self.parts.self_propose.drop()  # as the controller does with their groups
         if self._resumed_in_flight:  # a retry may have been commanded and not yet heard of
             running = self.controller.ledger.in_order(Phase.IN_FLIGHT)
             self.parts.producer.dispatch(self.parts.producer.unknown(running))
@@ -229,11 +232,15 @@ class Loop:
 
     def _draw(self, num: int) -> TasksDrawn:
         """Tasks -> selector."""
-        draws = self.parts.selection.draw(num, self.parts.store)
-        ids = [draw.task_id for draw in draws]
-        sources = [task.source for task in self.parts.store.get(ids)]
-        visits = self.parts.visits.next_visits(ids)
-        return TasksDrawn(tuple(map(Drawn, ids, visits, sources, [draw.base for draw in draws])), num)
+        parts = self.parts
+        proposer = parts.self_propose
+        prompts = [] if proposer is None else proposer.draw(num, self.controller.filling)
+        draws = parts.selection.draw(num - len(prompts), parts.store)
+        ids = [*prompts, *(draw.task_id for draw in draws)]
+        visits = [0] * len(prompts) + parts.visits.next_visits(ids[len(prompts) :])  # each prompt is drawn once
+        sources = [task.source for task in (proposer or parts.store).get(ids)]
+        base = [False] * len(prompts) + [draw.base for draw in draws]
+        return TasksDrawn(tuple(map(Drawn, ids, visits, sources, base)), num)
 
     def _produce(self) -> None:
         """Selector -> sampler -> reward -> group filter -> buffer; the selector learns of every judged group."""
@@ -258,7 +265,13 @@ class Loop:
 
     def _observe(self, outcomes: Sequence[Outcome]) -> None:
         """Selector and generator learn what became of groups."""
-        self.parts.selection.observe_all(outcomes)
+        proposer = self.parts.self_propose
+        for outcome in outcomes:
+            if outcome.task_id >= FIRST_ID:
+                continue  # the proposer's own prompts do not come again
+            self.parts.selection.observe(outcome)
+            if proposer is not None:
+                proposer.observe(outcome)
         if self._generation is not None:
             self._generation.observe_all(outcomes)
 
@@ -298,6 +311,11 @@ class Loop:
         totals, rates = self.controller.ledger.totals(), self.controller.keep_rate
         row = parts.statistics.row(totals, training.counts, rates, training.surplus)
         row |= {"run/step": step + 1, "run/version": version, **self._sampler_row()}
+        if parts.self_propose is not None:
+            parts.self_propose.keep(
+                t.task_id for tickets in self.controller.ledger.open.values() for t in tickets.values()
+            )
+            row |= parts.self_propose.row()
         self.books.add_row(row, training.metrics)
         self._generate()
         every = self.config.evaluation.every_steps

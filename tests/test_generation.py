@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 from run_helpers import quick_build, reproducible
 
 import dynrl
-from dynrl.config import ConfigError
+from dynrl.config import ConfigError, from_mapping, to_mapping
 from dynrl.results import RunError
+from dynrl.tasks.base import task_hash
 
 NUM_STEPS = 7
 
@@ -40,7 +42,8 @@ class Spy:
     """Parts that note every draw, and the store as it was at the end."""
 
     def __init__(self, num_devices=1):
-        self.drawn, self.num_devices, self.parts = [], num_devices, None
+        self.drawn, self.num_devices = [], num_devices
+        self.parts: Any = None
 
     def __call__(self, config):
         self.parts = parts = quick_build(config, self.num_devices)
@@ -87,7 +90,7 @@ def test_an_appended_task_is_drawn_at_the_very_next_step(config_of, tmp_path):
         assert [i for i in ids if i >= seen] == new
         seen = length
     for i in range(500, seen):
-        made = store.provenance(i)
+        made: Any = store.provenance(i)
         assert made["generator"] == "Random"
         assert made["step"] == made["version"] >= 1
         assert store.get([i])[0].parents
@@ -114,7 +117,7 @@ def test_the_evaluation_tasks_never_change_nor_enter_training(config_of, tmp_pat
     assert frozen.fingerprint == quick_build(config).eval_tasks.fingerprint
     appended = store.get(range(500, len(store)))
     assert len(appended) > 100
-    assert not frozen.hashes & {dynrl.tasks.base.task_hash(task.prompt) for task in appended}
+    assert not frozen.hashes & {task_hash(task.prompt) for task in appended}
 
 
 @pytest.mark.parametrize("schedule", ["rounds", "ready_first"])
@@ -154,12 +157,12 @@ def test_a_generator_that_fails_too_often_ends_the_run_where_that_is_wanted(conf
     config = config_of("Broken", progress="plain", generation__max_consecutive_generator_failures=2, num_steps=9)
     run(config, tmp_path / "warn")
     assert "warning: generator Broken" in capfd.readouterr().err
-    mapping = dynrl.config.to_mapping(config)
+    mapping = to_mapping(config)
     mapping["generation"]["on_generator_failures"] = "raise"
     with pytest.raises(
         RunError, match=r"generator Broken, asked at step .*must return a sequence.*2 failures in a row"
     ):
-        run(dynrl.config.from_mapping(mapping), tmp_path / "raise")
+        run(from_mapping(mapping), tmp_path / "raise")
 
 
 def test_a_generator_that_hangs_is_given_up_at_its_deadline(config_of, tmp_path, capfd):

@@ -1,6 +1,7 @@
 """Task generators that the end-to-end runs are configured with."""
 
 import time
+from typing import Any
 
 from dynrl.tasks.generators.base import TaskGenerator
 from dynrl.types import Task
@@ -46,7 +47,7 @@ class Asking(TaskGenerator):
 class Wrong(TaskGenerator):
     """One of every kind of proposal that is refused, and one that is not."""
 
-    def propose(self, context):
+    def propose(self, context) -> Any:
         known = context.store.get([0])[0]
         good = sorting(f"{context.step:04d}")
         return [
@@ -85,7 +86,7 @@ class Stumbling(TaskGenerator):
 class Broken(TaskGenerator):
     """Never answers with anything of use."""
 
-    def propose(self, context):
+    def propose(self, context) -> Any:
         return 7
 
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dynrl.tasks.base import Draws
+from dynrl.tasks.proposal_kinds.base import REASONS
 from dynrl.tasks.proposal_kinds.source import ProposerTasks
-from dynrl.tasks.proposals import Proposals
+from dynrl.tasks.proposals import Proposals, Refused
 from dynrl.tasks.store import TaskStore
 from dynrl.types import Outcome, Task
 
@@ -80,7 +81,7 @@ class SelfPropose:
         self, source: ProposerTasks, seed: int, store: TaskStore, proposals: Proposals, *, groups_per_step: int,
         rewards: Rewards, max_wait_steps: int,
     ) -> None:  # fmt: skip
-        self._source, self._kind, self._seed = source, source.kind, seed
+        self._source, self._kind, self._seed = source, source.proposal_kind, seed
         self._store, self._proposals = store, proposals
         self._groups_per_step, self._rewards, self._max_wait_steps = groups_per_step, rewards, max_wait_steps
         self._next = 0  # prompt
@@ -99,7 +100,7 @@ class SelfPropose:
 
     def draw(self, num: int, step: int) -> list[int]:
         """Returns ids of up to `num` fresh prompts for the step; none, once it has its share."""
-        before = self._drawn[1] if self._drawn[0] == step else 0
+        before = self._drawn[1] if self._drawn[0] == step else 0  # the last step for which anything was drawn
         num = max(min(num, self._groups_per_step - before, self.max_deferred - len(self._references)), 0)
         ids = [FIRST_ID + self._next + i for i in range(num)]
         for i in ids:
@@ -146,10 +147,10 @@ class SelfPropose:
         results = self._proposals.read(rows, len(rows))
         for i, (read, result) in enumerate(zip(reads, results, strict=True)):
             if isinstance(result, Task):
-                (tasks[i],) = self._store.append(
-                    [result], step=step, version=version, generator=self._source.task_source
-                )
-                self._proposed_by[tasks[i]] = ticket, i
+                generator = self._source.task_source
+                (task_id,) = self._store.append([result], step=step, version=version, generator=generator)
+                tasks[i] = task_id
+                self._proposed_by[task_id] = ticket, i
             elif read.live:
                 scores[i] = self._rewards.invalid
                 self._counts[f"refused/{read.info.get('refused', result)}"] += 1
@@ -167,11 +168,11 @@ class SelfPropose:
         self._waiting[ticket].scores[rollout] = 1 - rate if 0 < rate < 1 else self._rewards.uniform
         self._counts["learnable"] += 0 < rate < 1
 
-    def take_scored(self, step: int) -> list[Scored]:
+    def take_scored(self) -> list[Scored]:
         """The groups whose proposals have all been judged since the last call, or have waited for too long."""
         scored = []
         for ticket, w in sorted(self._waiting.items()):
-            late = step - w.step > self._max_wait_steps
+            late = self._drawn[0] - w.step > self._max_wait_steps
             open_tasks = [(i, t) for i, t in enumerate(w.tasks) if t is not None and w.scores[i] is None]
             if open_tasks and not late:
                 continue
@@ -189,17 +190,25 @@ class SelfPropose:
         still = set(open_ids)
         self._references = {i: r for i, r in self._references.items() if i in still}
 
-    def drop(self, tickets: Iterable[int]) -> None:
-        """These groups are gone: nobody waits for their rewards."""
-        gone = set(tickets) & self._waiting.keys()
+    def drop(self, tickets: Iterable[int] | None = None) -> None:
+        """These groups are gone, or all: nobody waits for their rewards."""
+        gone = self._waiting.keys() & set(self._waiting if tickets is None else tickets)
         self._proposed_by = {t: where for t, where in self._proposed_by.items() if where[0] not in gone}
         for ticket in gone:
             del self._waiting[ticket]
 
-    def take_counts(self) -> dict[str, int]:
-        """Proposals since the last call: proposed, admitted, learnable, never_solved, and refused by reason."""
-        counts, self._counts = dict(self._counts), Counter()
-        return {**dict.fromkeys(("proposed", "admitted", "learnable", "never_solved"), 0), **counts}
+    @property
+    def num_waiting(self) -> int:
+        """Groups of proposals that wait for their verdicts."""
+        return len(self._waiting)
+
+    def row(self) -> dict[str, float | int | None]:
+        """Metrics since the last call, by name."""
+        counts, self._counts = self._counts, Counter()
+        row: dict[str, float | int | None] = {f"self_propose/refused/{reason}": 0 for reason in (*REASONS, *Refused)}
+        row |= {f"self_propose/{name}": 0 for name in ("proposed", "admitted", "learnable", "never_solved")}
+        row |= {f"self_propose/{name}": count for name, count in counts.items()}
+        return {**row, "self_propose/waiting_groups": self.num_waiting, "tasks/size": len(self._store)}
 
     # ---- Checkpoints ----
 

@@ -28,14 +28,14 @@ class ProposerTasks(LeveledSource):
     cure = "evaluate on another source"
 
     def __init__(self, kind: str = "digits", kind_kwargs: Mapping[str, Any] | None = None):
-        self.kind = make_kind(kind, **(kind_kwargs or {}))
+        self.proposal_kind = make_kind(kind, **(kind_kwargs or {}))
         self._kind_name = kind
-        self._task_source = f"{self.name}/{self.kind.name}"
+        self.task_source = f"{self.name}/{self.proposal_kind.name}"
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The arguments that rebuild the source."""
-        return {"kind": self._kind_name, "kind_kwargs": dict(self.kind.kwargs)}
+        return {"kind": self._kind_name, "kind_kwargs": dict(self.proposal_kind.kwargs)}
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -45,29 +45,34 @@ class ProposerTasks(LeveledSource):
     @property
     def alphabet(self) -> frozenset[str] | None:
         """That of the kind: the proposer's and the solver's."""
-        return self.kind.alphabet
+        return self.proposal_kind.alphabet
 
     @property
     def max_prompt_chars(self) -> int | None:
         """Of the proposer's prompts, with references too, and of the solver's."""
-        return self.kind.max_prompt_chars
+        return self.proposal_kind.max_prompt_chars
 
     @property
     def max_answer_chars(self) -> int | None:
         """Of proposals, and of the solver's answers."""
-        return self.kind.max_answer_chars
+        return self.proposal_kind.max_answer_chars
 
     @property
     def verifiers(self) -> dict[str, str]:
         """Those of the proposer's tasks and of the tasks that are proposed."""
-        return {self._task_source: self.verifier, self.kind.task_source: self.kind.verifier}
+        return {self.task_source: self.verifier, self.proposal_kind.task_source: self.proposal_kind.verifier}
+
+    def kind(self, seed: int, index: int) -> tuple[str, int]:
+        """Returns source and level of every task."""
+        del seed, index
+        return self.task_source, 0
 
     def problem(self, draws: Draws, level: int, references: Sequence[Task] = ()) -> Problem:
         """Returns a prompt, with references where some are given, and an example of a proposal."""
         del level
-        prompt = self.kind.prompt(draws, references)
-        return Problem(prompt, self.kind.example(draws), self.kwargs)
+        prompt = self.proposal_kind.prompt(draws, references)
+        return Problem(prompt, self.proposal_kind.example(draws), self.kwargs)
 
     def task(self, seed: int, index: int, exclude: Set[str] = frozenset()) -> Task:
         """Returns the task at (seed, index), with task_id -1. Raises ValueError where its prompt is excluded."""
-        return dataclasses.replace(super().task(seed, index, exclude), source=self._task_source)
+        return dataclasses.replace(super().task(seed, index, exclude), source=self.task_source)

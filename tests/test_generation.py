@@ -98,12 +98,12 @@ def test_an_appended_task_is_drawn_at_the_very_next_step(config_of, tmp_path):
 
 def test_what_may_not_be_trained_on_is_refused_by_reason(config_of, tmp_path):
     spy = Spy()
-    config = config_of("Wrong", generation__self_check=True, reward__verifier="exact_match", num_steps=2)
+    config = config_of("Wrong", generation__self_check=True, reward__verifier="user_code:sorts", num_steps=2)
     run(config, tmp_path, spy)
     last = rows_of(tmp_path)[-1]  # of the second step: what was asked after the first
     refused = {k.removeprefix("tasks/refused/"): v for k, v in last.items() if k.startswith("tasks/refused/") and v}
     assert spy.parts.eval_tasks.hashes
-    want = {"schema": 2, "source": 1, "unencodable": 1, "too_long": 1, "answer": 1, "duplicate": 1}
+    want = {"schema": 3, "source": 1, "unencodable": 1, "too_long": 1, "answer": 1, "duplicate": 1}
     assert {k: refused.get(k) for k in want} == want
     assert last["generator/Wrong/proposed"] == 10
     assert last["generator/Wrong/admitted"] == 10 - sum(refused.values())
@@ -124,7 +124,10 @@ def test_the_evaluation_tasks_never_change_nor_enter_training(config_of, tmp_pat
 @pytest.mark.parametrize("generator", ["Random", "Asking", "Stumbling", "Paying"])
 def test_from_any_checkpoint_the_run_goes_on_bitwise(config_of, tmp_path, generator, schedule):
     spy = Spy()
-    config = config_of(generator, schedule__name=schedule, generation__admit_after_steps=2, generation__probe_samples=4)
+    lag = 1 if generator == "Stumbling" else 2
+    config = config_of(
+        generator, schedule__name=schedule, generation__admit_after_steps=lag, generation__probe_samples=4
+    )
     whole = run(config, tmp_path / "whole", spy)
     rows, tasks = rows_of(tmp_path / "whole"), spy.parts.store.get(range(500, len(spy.parts.store)))
     assert total(rows, "tasks/appended") == len(tasks) >= 1
@@ -144,7 +147,7 @@ def test_from_any_checkpoint_the_run_goes_on_bitwise(config_of, tmp_path, genera
 def test_a_generator_that_raises_is_reported_and_asked_again_later(config_of, tmp_path, capfd):
     config = config_of("Stumbling", progress="plain", num_steps=9, generation__admit_after_steps=0)
     run(config, tmp_path)
-    rows, said = rows_of(tmp_path), capfd.readouterr().err
+    rows, said = rows_of(tmp_path), capfd.readouterr().out
     # Asked at 1 (fails), 2 (fails: two steps of rest), 4, 5 (fails), 6 (fails), 8.
     failed = [row["run/step"] for row in rows[1:] if row["generator/Stumbling/failures"]]
     assert failed == [1, 2, 5, 6]
@@ -156,7 +159,7 @@ def test_a_generator_that_raises_is_reported_and_asked_again_later(config_of, tm
 def test_a_generator_that_fails_too_often_ends_the_run_where_that_is_wanted(config_of, tmp_path, capfd):
     config = config_of("Broken", progress="plain", generation__max_consecutive_generator_failures=2, num_steps=9)
     run(config, tmp_path / "warn")
-    assert "warning: generator Broken" in capfd.readouterr().err
+    assert "warning: generator Broken" in capfd.readouterr().out
     mapping = to_mapping(config)
     mapping["generation"]["on_generator_failures"] = "raise"
     with pytest.raises(
@@ -168,7 +171,7 @@ def test_a_generator_that_fails_too_often_ends_the_run_where_that_is_wanted(conf
 def test_a_generator_that_hangs_is_given_up_at_its_deadline(config_of, tmp_path, capfd):
     config = config_of("Hanging", progress="plain", num_steps=3, generation__deadline_secs=0.2)
     run(config, tmp_path)
-    rows, said = rows_of(tmp_path), capfd.readouterr().err
+    rows, said = rows_of(tmp_path), capfd.readouterr().out
     assert total(rows, "generator/Hanging/failures") == 1
     assert "generator Hanging, asked at step 1: gave nothing within generation.deadline_secs = 0.2" in said
     assert len(rows) == 4

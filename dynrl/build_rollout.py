@@ -59,7 +59,7 @@ def build_schedule(config: RunConfig) -> tuple[Schedule, list[str]]:
     return schedule, warnings
 
 
-def make_buffer(config: RunConfig, schedule: Schedule, mesh: Mesh, max_deferred: int) -> GroupBuffer:
+def make_buffer(config: RunConfig, schedule: Schedule, mesh: Mesh, max_deferred: int = 0) -> GroupBuffer:
     """A buffer for all groups that may be ready at once: as many as may be open, and those held to relax the filter.
 
     `max_deferred` groups more may be open whose verdicts wait for others.

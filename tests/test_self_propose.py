@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import jax
 import numpy as np
@@ -92,7 +93,8 @@ def test_proposals_are_trained_by_what_became_of_their_tasks(config_of, tmp_path
     for task in store.get(range(500, len(store))):
         assert task.source == "digit_sorting"
         assert all(parent < task.task_id for parent in task.parents)
-        assert store.provenance(task.task_id)["generator"] == "self_propose/any_text"
+        made: Any = store.provenance(task.task_id)
+        assert made["generator"] == "self_propose/any_text"
     last = rows[-1]
     booked = sum(last[f"ledger/{name}"] for name in ("trained", "dropped", "failed"))
     phases = ("in_flight", "judging", "deferred", "ready", "held", "training")

@@ -1,5 +1,7 @@
 """A kind of proposal that the end-to-end runs are configured with."""
 
+from typing import Any
+
 from dynrl.tasks.proposal_kinds.base import Proposal, ProposalKind, Refusal
 
 
@@ -10,9 +12,9 @@ class AnyText(ProposalKind):
     task_source = "digit_sorting"
     verifier = "exact_match"
     num_references = 1
-    alphabet = frozenset("0123456789>")
-    max_prompt_chars = 5
-    max_answer_chars = 4
+    alphabet: Any = frozenset("0123456789>")
+    max_prompt_chars: Any = 5
+    max_answer_chars: Any = 4
 
     def prompt(self, draws, references):
         shown = [task.prompt[:3] for task in references if ">" not in task.prompt[:3]]

@@ -33,7 +33,7 @@ def growing(config):
 
         return append_and_draw
 
-    wrap(parts.selector, "draw", draw_of)
+    wrap(parts.selection, "draw", draw_of)
     return parts
 
 

@@ -141,7 +141,7 @@ def test_only_named_sources_and_metadata_that_variations_share(serve):
 
     def parents(ids=solved, **kwargs):
         made = make_generator(server, num_parents=4, **kwargs).propose(
-            make_context(dict.fromkeys(ids, 1), store, source=store._source)
+            make_context(dict.fromkeys(ids, 1), store, source=store._base._source)
         )
         return {task.parents[0]: task.metadata for task in made}
 
@@ -181,7 +181,7 @@ def test_templates_of_the_package_and_braces_in_a_tasks_text(serve):
     store = TaskStore.from_tasks([Task(-1, "a", "{prompt} {0} }{ {{x}}", "{answer}")])
     fields = {"variation_prompt": VARIATION_PROMPT, "vote_prompt": VOTE_PROMPT, "answers": "vote", "num_votes": 1}
     generator = make_generator(server, **fields)
-    context = make_context({0: 1}, store, source=store._source)
+    context = make_context({0: 1}, store, source=store._base._source)
     assert generator.propose(context) == []
     assert context.spent["refused_vote"] == 1  # 7 is not {7}
     variation, vote = server.prompts
@@ -204,7 +204,7 @@ def test_a_request_holds_what_was_configured(serve):
 def test_a_lone_surrogate_in_a_task_travels_as_a_question_mark(serve):
     server = serve(lambda prompt, number: proposal("x"))
     store = TaskStore.from_tasks([Task(-1, "a", "a\ud800b", "7")])
-    context = make_context({0: 1}, store, source=store._source)
+    context = make_context({0: 1}, store, source=store._base._source)
     assert len(make_generator(server).propose(context)) == 1
     assert server.prompts == ["vary 1 a?b 7"]
 

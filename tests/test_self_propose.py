@@ -133,6 +133,9 @@ def test_texts_that_are_no_new_tasks_are_punished_and_counted(config_of, tmp_pat
     rows = rows_of(tmp_path)
     refused = {k.rpartition("/")[2]: total(rows, k) for k in rows[1] if k.startswith("self_propose/refused/")}
     assert refused["bad_form"] > 0  # of a policy that knows nothing
+    for row in rows[1:]:  # the solver's rewards are 0 and 1; the proposer's are told by source alone
+        assert all(0 <= row[f"reward/score/{name}/mean"] <= 1 for name in ("all", "first_attempt", "base"))
+    assert min(row["source/self_propose/digits/reward/mean"] or 0 for row in rows[1:]) < 0
     assert sum(refused.values()) + total(rows, "self_propose/admitted") == total(rows, "self_propose/proposed")
     assert all(task.task_id < FIRST_ID for task in spy.parts.store.get(range(len(spy.parts.store))))
 

@@ -22,8 +22,10 @@ EXTRAS = {
     "tpu": ["jax[tpu]>=0.10.2,<0.13"],
     # Sources and verifiers beyond the built-in ones.
     "tasks": ["reasoning-gym==0.1.25", "math-verify==0.9.0", "pyarrow>=17"],
+    # Task generators that ask a language model over HTTP. httpx2 is what openai speaks HTTP with, since its version 3.
+    "llm": ["openai>=3,<4", "httpx2>=2.12", "tenacity>=9,<10"],
 }
-EXTRAS["test"] = ["pytest>=8", "hypothesis>=6.100", *EXTRAS["tasks"]]
+EXTRAS["test"] = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *EXTRAS["tasks"], *EXTRAS["llm"]]
 EXTRAS["dev"] = [*EXTRAS["test"], "ruff==0.17.6", "pyright==1.1.414", "pre-commit>=3.7"]
 EXTRAS["all"] = EXTRAS["dev"]
 

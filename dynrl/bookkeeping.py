@@ -1,7 +1,8 @@
-"""What a run leaves on disk, and how it goes on from there: metric rows, config.json, checkpoints.
+"""What a run leaves on disk, and how it goes on from there: metric rows, tasks, config.json, checkpoints.
 
 A step's device metrics are fetched when the next step is on its way, so a row is pending for one step. A checkpoint
-holds the pending row and the offset of the metrics file behind the rows before it; a restore cuts the file there.
+holds the pending row and the offset of the metrics file behind the rows before it; a restore cuts the file there. The
+same holds of tasks.jsonl, with what was appended to the training tasks.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from etils import epath
 
 from dynrl.build import Parts
 from dynrl.config import ConfigError, RunConfig, changed_keys, to_mapping
+from dynrl.generation import Generation
 from dynrl.metrics import JsonlWriter, MetricWriter, Row, TensorBoardWriter, check_names, read_rows
 from dynrl.progress import Progress
 from dynrl.rollout.controller import ControllerState
@@ -53,12 +55,14 @@ class Bookkeeper:
         self._device_metrics: Mapping[str, jax.Array] = {}
         self.generated_tokens = 0
         self.nonfinite_updates = 0  # skipped, run total, as far as metrics were fetched
+        self._generation: Generation | None = None
         self.sampler_counters: dict[str, int] = {}  # what they were when the last row was made
+        first = jax.process_index() == 0
+        parts.store.open_log(workdir / "tasks.jsonl", writes=first)
         document = self._restored = self._restore()
         self.resumed = document is not None
         self.grown = document is not None and document["config"]["num_steps"] != parts.config.num_steps
         offset = document["metrics"]["offset"] if document else 0
-        first = jax.process_index() == 0
         self._jsonl = JsonlWriter(workdir / "metrics.jsonl", offset) if first else None
         self._writers: list[MetricWriter] = [self._jsonl, *callbacks] if self._jsonl else []
         if first and parts.config.tensorboard:
@@ -118,7 +122,7 @@ class Bookkeeper:
         document = {
             "config": to_mapping(p.config),
             "controller": self._controller.state_dict(),
-            "selector": p.selector.state_dict(),
+            "selection": p.selection.state_dict(),
             "visits": p.visits.state_dict(),
             "store": p.store.state_dict(),
             "buffer": p.buffer.state_dict(),
@@ -128,6 +132,8 @@ class Bookkeeper:
             "metrics": {"offset": self._jsonl.offset if self._jsonl else 0, "pending": pending},
             "num_polls": p.producer.num_polls,
             "in_flight": None,
+            "self_propose": p.self_propose and p.self_propose.state_dict(),
+            "generation": self._generation and self._generation.state_dict(),
         }
         arrays: dict[str, Any] = {"arrays": {"state": p.state, "buffer": p.buffer.arrays}}
         if p.config.checkpoint.in_flight == "state" and not p.producer.idle:
@@ -155,15 +161,23 @@ class Bookkeeper:
         arrays = self._checkpointer.restore_arrays(step, {"state": p.state, "buffer": p.buffer.arrays})
         p.state = arrays["state"]
         p.buffer.load_state_dict(document["buffer"], arrays["buffer"])
-        for part, name in ((p.selector, "selector"), (p.visits, "visits"), (p.store, "store")):
+        for part, name in ((p.selection, "selection"), (p.visits, "visits"), (p.store, "store")):
             part.load_state_dict(document[name])
         p.statistics.load_state_dict(document["statistics"])
+        if p.self_propose is not None:
+            p.self_propose.load_state_dict(document["self_propose"])
         self._controller.load_state_dict(document["controller"])
         self.generated_tokens = document["generated_tokens"]
         self.nonfinite_updates = document["nonfinite_updates"]
         self._pending = document["metrics"]["pending"]
         p.producer.num_polls = document["num_polls"]
         return document
+
+    def keep(self, generation: Generation) -> None:
+        """Saves it with everything else; restores it, in a resumed run."""
+        self._generation = generation
+        if self._restored is not None:
+            generation.load_state_dict(self._restored["generation"])
 
     def restore_in_flight(self) -> bool:
         """Gives sampler and producer the work that was under way; once everything is compiled.
@@ -179,7 +193,7 @@ class Bookkeeper:
         if state["sampler"]["pending_version"] is not None:
             like = like._replace(pending=like.params)
         payload = p.sampler.filler(p.config.num_generations_per_prompt).payload
-        handed_over = [payload] * len(state["producer"]["handed_over"])
+        handed_over = [payload] * sum(len(state["producer"][name]) for name in ("handed_over", "deferred"))
         step = self._checkpointer.latest
         assert step is not None
         arrays = self._checkpointer.restore_arrays(step, {"sampler": like, "handed_over": handed_over}, "in_flight")

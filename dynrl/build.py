@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,16 @@ from jax.sharding import Mesh
 
 from dynrl.build_rollout import build_schedule, make_buffer
 from dynrl.build_sampler import make_sampler
-from dynrl.build_tasks import find_environments, make_tasks, max_observation_tokens, named
+from dynrl.build_tasks import (
+    find_environments,
+    find_generator,
+    make_proposals,
+    make_selection,
+    make_self_propose,
+    make_tasks,
+    max_observation_tokens,
+    named,
+)
 from dynrl.compile_counter import CompileCounter
 from dynrl.config import ConfigError, RunConfig
 from dynrl.core import ESTIMATORS, check_estimator
@@ -22,11 +32,15 @@ from dynrl.rollout.buffer import GroupBuffer
 from dynrl.rollout.judge import Judge
 from dynrl.rollout.producer import Producer
 from dynrl.rollout.records import warm_up_gather
+from dynrl.rollout.side_rollouts import warm_up_texts
 from dynrl.rollout.statistics import RolloutStatistics
 from dynrl.rollout.turns import TurnPlayer
 from dynrl.sampling.engine import SlotEngine
 from dynrl.tasks.base import TaskSource
-from dynrl.tasks.selectors import Selector, VisitCounter, make_selector
+from dynrl.tasks.generators.base import TaskGenerator
+from dynrl.tasks.proposals import Proposals
+from dynrl.tasks.selectors import Selection, VisitCounter
+from dynrl.tasks.self_propose import SelfPropose
 from dynrl.tasks.store import FrozenTasks, TaskStore
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.training.state import TrainState, abstract_state, init_state, make_optimizer, state_shardings, with_params
@@ -44,7 +58,10 @@ class Parts:
     source: TaskSource
     store: TaskStore
     eval_tasks: FrozenTasks
-    selector: Selector
+    selection: Selection
+    make_generator: Callable[[], TaskGenerator] | None
+    proposals: Proposals  # reads a generator's
+    self_propose: SelfPropose | None
     visits: VisitCounter
     tokenizer: Tokenizer
     sampler: SlotEngine
@@ -173,11 +190,10 @@ def build(config: RunConfig) -> Parts:
             f"config.dynamic_sampling.filter: {judge.filter.name!r} drops every group of one rollout; "
             "dynamic_sampling.filter = 'mixed_sign' keeps them, and so does dynamic_sampling.enable = False"
         )
-    selector = named(
-        "tasks.selector", make_selector, config.tasks.selector, seed=config.seed, **config.tasks.selector_kwargs
-    )
+    selection, make_generator = make_selection(config), find_generator(config)
     schedule, of_schedule = build_schedule(config)
-    buffer = make_buffer(config, schedule, mesh)
+    self_propose = make_self_propose(config, tasks)
+    buffer = make_buffer(config, schedule, mesh, self_propose.max_deferred if self_propose else 0)
     optimizer = make_optimizer(config.train, config.num_steps)
     reference = config.loss.kl_coef > 0
     shardings = state_shardings(config.model, tokenizer.vocab_size, optimizer, mesh, reference)
@@ -202,7 +218,10 @@ def build(config: RunConfig) -> Parts:
         source=tasks.source,
         store=tasks.store,
         eval_tasks=tasks.frozen,
-        selector=selector,
+        selection=selection,
+        make_generator=make_generator,
+        proposals=make_proposals(config, tasks, config.generation.deduplicate),
+        self_propose=self_propose,
         visits=VisitCounter(),
         tokenizer=tokenizer,
         sampler=sampler,
@@ -212,11 +231,19 @@ def build(config: RunConfig) -> Parts:
         judge=judge,
         buffer=buffer,
         producer=Producer(
-            config, player, verifiers, judge, buffer, tokenizer, tasks.store, schedule.capabilities.has_rounds
+            config,
+            player,
+            verifiers,
+            judge,
+            buffer,
+            tokenizer,
+            self_propose or tasks.store,
+            schedule.capabilities.has_rounds,
+            self_propose,
         ),
         statistics=RolloutStatistics(
             config.dynamic_sampling.metric,
-            sorted(tasks.source.verifiers),
+            sorted(tasks.verifiers if self_propose else tasks.source.verifiers),
             holds=config.dynamic_sampling.on_exhausted == "relax",
         ),
         optimizer=optimizer,
@@ -274,6 +301,13 @@ def warm_up(parts: Parts) -> None:
     parts.judge.warm_up(p, g, num_rewards)
     warm_up_gather(p, g, num_rewards)
     warm_up_gather(parts.sampler.groups_per_poll(1), 1)  # evaluation
+    if parts.make_generator is not None:
+        if k := parts.config.generation.probe_samples:
+            warm_up_gather(parts.sampler.groups_per_poll(k), k)
+        warm_up_texts(parts.sampler.filler(1))
+        sharding.common_bytes(b" ")
+    if parts.self_propose is not None:
+        sharding.bytes_of_all(b" ")
     sharding.any_process(False)
     sharding.common_number(0)
     parts.state, metrics = parts.train_step(parts.state, batch)

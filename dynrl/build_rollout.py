@@ -59,10 +59,13 @@ def build_schedule(config: RunConfig) -> tuple[Schedule, list[str]]:
     return schedule, warnings
 
 
-def make_buffer(config: RunConfig, schedule: Schedule, mesh: Mesh) -> GroupBuffer:
-    """A buffer for all groups that may be ready at once: as many as may be open, and those held to relax the filter."""
+def make_buffer(config: RunConfig, schedule: Schedule, mesh: Mesh, max_deferred: int = 0) -> GroupBuffer:
+    """A buffer for all groups that may be ready at once: as many as may be open, and those held to relax the filter.
+
+    `max_deferred` groups more may be open whose verdicts wait for others.
+    """
     b, size = config.num_prompts_per_step, config.dynamic_sampling.buffer_groups
-    needed = schedule.max_open + (b if config.dynamic_sampling.on_exhausted == "relax" else 0)
+    needed = schedule.max_open + max_deferred + (b if config.dynamic_sampling.on_exhausted == "relax" else 0)
     if 0 < size < needed:
         raise ConfigError(
             f"config.dynamic_sampling.buffer_groups: {size} is too few for schedule.name = {config.schedule.name!r}, "

@@ -49,7 +49,7 @@ def make_sampler(
         num_slots=c.num_slots,
         max_prompt_tokens=config.tasks.max_prompt_tokens,
         max_completion_tokens=c.max_completion_tokens,
-        group_sizes=tuple({1, g}),
+        group_sizes=tuple({1, g, config.generation.probe_samples} - {0}),
         chunk_steps=c.chunk_steps,
         refill_slots=c.refill_slots,
         prefill_tokens=c.prefill_tokens,

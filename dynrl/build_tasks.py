@@ -2,13 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from dynrl.config import ConfigError, RunConfig
 from dynrl.models.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from dynrl.tasks.base import TaskSource
 from dynrl.tasks.environments import Environment
+from dynrl.tasks.generators import make_generator
+from dynrl.tasks.generators.base import TaskGenerator
+from dynrl.tasks.proposal_kinds.source import ProposerTasks
+from dynrl.tasks.proposals import Proposals
 from dynrl.tasks.rewards import find_environment
+from dynrl.tasks.selectors import Selection, make_selector
+from dynrl.tasks.self_propose import Rewards, SelfPropose
 from dynrl.tasks.sources import make_source
 from dynrl.tasks.store import FrozenTasks, TaskStore, make_frozen
 
@@ -20,6 +27,7 @@ class Tasks:
     """Where tasks come from, the training tasks, the evaluation tasks, and who judges them."""
 
     source: TaskSource
+    proposer: ProposerTasks | None  # writes the prompts that ask the policy for tasks
     store: TaskStore
     frozen: FrozenTasks
     verifiers: dict[str, str]  # by source name
@@ -47,8 +55,12 @@ def make_tasks(config: RunConfig) -> Tasks:
             f"{config.num_prompts_per_step}"
         )
     store = named("tasks.source", TaskStore, source, config.seed, num_tasks, frozen.hashes)
-    tokenizer = make_tokenizer(config.model.tokenizer, source, other)
-    check_lengths(config, source)
+    p = config.self_propose
+    proposer = named("self_propose.kind", ProposerTasks, p.kind, p.kind_kwargs) if p.kind else None
+    sources = [source, other] if proposer is None else [source, other, proposer]
+    tokenizer = make_tokenizer(config.model.tokenizer, *sources)
+    for each in {source.name: source, **({proposer.name: proposer} if proposer else {})}.values():
+        check_lengths(config, each)
     lengths = [len(named("evaluation.source", tokenizer.encode, x.prompt)) for x in frozen.get(range(len(frozen)))]
     if max(lengths) > t.max_prompt_tokens:
         raise ConfigError(
@@ -56,7 +68,52 @@ def make_tasks(config: RunConfig) -> Tasks:
             f"prompt has {max(lengths)} tokens"
         )
     padding = 1 - sum(lengths) / (len(lengths) * t.max_prompt_tokens)
-    return Tasks(source, store, frozen, choose_verifiers(config, source, other), tokenizer, padding)
+    return Tasks(source, proposer, store, frozen, choose_verifiers(config, *sources), tokenizer, padding)
+
+
+def make_selection(config: RunConfig) -> Selection:
+    """Which tasks to spend rollouts on: the selector, the floor share beside it, and what was appended."""
+    t = config.tasks
+    selector = named("tasks.selector", make_selector, t.selector, seed=config.seed, **t.selector_kwargs)
+    floor_share = 0.0 if getattr(selector, "is_base_distribution", False) else t.floor_share
+    new_first = t.new_first or bool(config.self_propose.kind)  # whose verdicts wait for what becomes of the new ones
+    return Selection(selector, config.seed, floor_share=floor_share, new_first=new_first)
+
+
+def find_generator(config: RunConfig) -> Callable[[], TaskGenerator] | None:
+    """What makes the generator, if there is to be one."""
+    g = config.generation
+    if not g.generator:
+        return None
+    return partial(named, "generation.generator", make_generator, g.generator, **g.generator_kwargs)
+
+
+def make_proposals(config: RunConfig, tasks: "Tasks", deduplicate: Literal["appended", "all", "none"]) -> Proposals:
+    """What reads proposals: a generator's, or the policy's own."""
+    return Proposals(
+        tasks.store,
+        tasks.verifiers,
+        lambda prompt: len(tasks.tokenizer.encode(prompt)),
+        config.tasks.max_prompt_tokens,
+        deduplicate,
+        tasks.frozen.hashes,
+    )
+
+
+def make_self_propose(config: RunConfig, tasks: "Tasks") -> SelfPropose | None:
+    """The policy's own proposals, if there are to be any."""
+    c = config.self_propose
+    if tasks.proposer is None:
+        return None
+    return SelfPropose(
+        tasks.proposer,
+        config.seed,
+        tasks.store,
+        make_proposals(config, tasks, c.deduplicate),
+        groups_per_step=c.groups_per_step,
+        rewards=Rewards(c.invalid_reward, c.uniform_reward),
+        max_wait_steps=c.max_wait_steps,
+    )
 
 
 def check_lengths(config: RunConfig, source: TaskSource) -> None:
@@ -85,12 +142,13 @@ def choose_verifiers(config: RunConfig, *sources: TaskSource) -> dict[str, str]:
                 f"{defaults[name]!r} in training: name one reward.verifier, or name their source apart"
             )
     unknown = [name for name in config.reward.verifiers if name not in defaults]
-    if unknown:
+    if unknown and not config.generation.generator:  # which may bring tasks of other sources
         raise ConfigError(
             f"config.reward.verifiers: no task has the source {unknown[0]!r}; there are {sorted(defaults)}"
         )
-    one = config.reward.verifier
-    chosen = {name: default if one == "default" else one for name, default in defaults.items()}
+    one, proposals = config.reward.verifier, "self_propose/"  # which only their own verifier can read
+    keeps = {name for name in defaults if one == "default" or name.startswith(proposals)}
+    chosen = {name: default if name in keeps else one for name, default in defaults.items()}
     return chosen | dict(config.reward.verifiers)
 
 

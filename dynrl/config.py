@@ -64,10 +64,47 @@ class TasksConfig:
     source: str = "digit_sorting"  # a built-in name, or package.module:Class
     source_kwargs: Mapping[str, Any] = field(default_factory=dict)
     num_tasks: PositiveInt = 100_000  # at most; a finite source may have fewer
-    selector: str = "epoch"  # epoch | uniform | package.module:Class
+    selector: str = "epoch"  # a built-in name, or package.module:Class
     selector_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    floor_share: Fraction = 0.25  # of the draws: base tasks in turn, whatever a selector prefers (not epoch, uniform)
+    new_first: bool = False  # tasks that were appended are drawn once before the selector is asked
     max_prompt_tokens: PositiveInt = 12
     long_prompts: Literal["error", "skip"] = "error"  # a longer prompt ends the run, or its group is dropped
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """Dynamic data generation: new training tasks while training runs. An empty `generator` leaves it out."""
+
+    generator: str = ""  # procedural_curriculum | mutate_hardest | reappend | package.module:Class
+    generator_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    every_steps: NonNegativeInt = 1  # it is asked after every so many steps; 0 = only for the two reasons below
+    keep_rate_below: Fraction = 0.0  # it is asked too when fewer groups than this share are kept
+    selectable_below: NonNegativeInt = 0  # and when the selector has fewer tasks left to select from
+    admit_after_steps: NonNegativeInt = 1  # steps that it may work beside training; 0: training waits for it at once
+    deadline_secs: PositiveFloat = 60.0  # from asking; what comes later is lost
+    max_consecutive_generator_failures: PositiveInt = 3
+    on_generator_failures: Literal["warn", "raise"] = "warn"  # after that many; "warn" goes on without it
+    max_tasks_per_call: PositiveInt = 64  # admitted at once
+    max_tasks: NonNegativeInt = 0  # admitted in a run; 0 = any number
+    deduplicate: Literal["appended", "all", "none"] = (
+        "appended"  # against tasks appended before, base ones too, or none
+    )
+    self_check: bool = True  # a task's own answer must pass its verifier
+    probe_samples: NonNegativeInt = 0  # rollouts of each task, of which some and not all must pass; 0 = no probe
+
+
+@dataclass(frozen=True)
+class SelfProposeConfig:
+    """The policy proposes tasks itself (Absolute Zero, arXiv:2505.03335). An empty `kind` leaves it out."""
+
+    kind: str = ""  # digits | expression | program | package.module:Class
+    kind_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    groups_per_step: PositiveInt = 4  # of proposals, among the num_prompts_per_step of a step
+    invalid_reward: float = -1.0  # of a text that is no task, or none that is new
+    uniform_reward: float = 0.0  # of a task that the solver passes always or never
+    max_wait_steps: PositiveInt = 8  # a task that nobody has tried for so long counts as unsolved
+    deduplicate: Literal["appended", "all", "none"] = "appended"  # as in generation
 
 
 @dataclass(frozen=True)
@@ -248,6 +285,8 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    self_propose: SelfProposeConfig = field(default_factory=SelfProposeConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)

@@ -7,6 +7,7 @@ of another configuration, from before a run had a checkpoint, do not count.
 
 import json
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ class Journal:
 
     def __init__(self, workdir: epath.Path | None = None, process: int = 0, run: str = "") -> None:
         self._facts: dict[tuple[Any, ...], Any] = {}
+        self._lock = threading.Lock()  # generators write from threads of their own
         self._path = None if workdir is None else workdir / f"journal_{process}.jsonl"
         for path in sorted(workdir.glob("journal_*.jsonl")) if workdir else ():
             ours = not run
@@ -50,7 +52,7 @@ class Journal:
         self._facts[tuple(key)] = value
         if self._path is None:
             return
-        with self._path.open("a") as file:
+        with self._lock, self._path.open("a") as file:
             file.write(f"\n{json.dumps([list(key), value])}\n")  # not behind what a kill left of a line
             file.flush()
             if hasattr(file, "fileno"):

@@ -19,6 +19,7 @@ from dynrl.bookkeeping import Bookkeeper, run_name
 from dynrl.build import Parts, build, describe, run_warm_start, warm_up
 from dynrl.config import RunConfig, from_mapping
 from dynrl.evaluation import Evaluation
+from dynrl.generation import Generation
 from dynrl.interrupt import Interrupt
 from dynrl.journal import Journal
 from dynrl.metrics import JsonlWriter, MetricWriter, Row
@@ -43,6 +44,8 @@ from dynrl.rollout.events import (
     Warn,
 )  # fmt: skip
 from dynrl.rollout.ledger import Phase
+from dynrl.rollout.side_rollouts import SideRollouts
+from dynrl.tasks.self_propose import FIRST_ID
 from dynrl.tasks.verifiers import VerifierPoolError
 from dynrl.types import Outcome
 from dynrl.watchdog import Watchdog
@@ -72,7 +75,7 @@ def run(
         open_workdir(workdir, jax.process_index() == 0) as path,
     ):
         loop = Loop(parts, path, callbacks, interrupt)
-        with closing(loop.books), loop.watchdog:
+        with closing(loop.books), closing(loop), loop.watchdog:
             reason = loop.train()
             interrupt.restore()
             return loop.result(reason)
@@ -116,10 +119,18 @@ class Loop:
         self._queue: deque[Command] = deque()  # what the controller has commanded
         self._training: Training | None = None  # the step that is at the trainer
         self._training_since: float | None = None
-        self._evaluation = Evaluation(
-            self.config, parts.eval_tasks, parts.player, parts.verifiers, parts.tokenizer,
+        rollouts = SideRollouts(
+            parts.player, parts.verifiers, parts.tokenizer, journal,
             lambda groups: self._advance(*parts.producer.receive(groups)), parts.producer.collect, self._progress,
         )  # fmt: skip
+        self._evaluation = Evaluation(self.config, parts.eval_tasks, rollouts)
+        self._generation = None
+        if parts.make_generator is not None:
+            self._generation = Generation(
+                self.config, parts.make_generator, parts.store, parts.source, parts.proposals, rollouts,
+                parts.tokenizer, journal, self.books.progress.say,
+            )  # fmt: skip
+            self.books.keep(self._generation)
         self._start()
         self._step_begin = time.perf_counter()
 
@@ -171,7 +182,11 @@ class Loop:
 
     def train(self) -> str:
         """Follows the controller to its Stop, and returns the reason."""
+        if self._generation is not None:
+            self._generation.resume()
         self._advance(Resumed(self._resumed_in_flight))
+        if not self._resumed_in_flight and self.parts.self_propose is not None:
+            self.parts.self_propose.drop()  # as the controller does with their groups
         if self._resumed_in_flight:  # a retry may have been commanded and not yet heard of
             running = self.controller.ledger.in_order(Phase.IN_FLIGHT)
             self.parts.producer.dispatch(self.parts.producer.unknown(running))
@@ -217,9 +232,15 @@ class Loop:
 
     def _draw(self, num: int) -> TasksDrawn:
         """Tasks -> selector."""
-        ids = [int(i) for i in self.parts.selector.draw(num, self.parts.store)]  # a selector's own may be NumPy's
-        sources = [task.source for task in self.parts.store.get(ids)]
-        return TasksDrawn(tuple(map(Drawn, ids, self.parts.visits.next_visits(ids), sources)), num)
+        parts = self.parts
+        proposer = parts.self_propose
+        prompts = [] if proposer is None else proposer.draw(num, self.controller.filling)
+        draws = parts.selection.draw(num - len(prompts), parts.store)
+        ids = [*prompts, *(draw.task_id for draw in draws)]
+        visits = [0] * len(prompts) + parts.visits.next_visits(ids[len(prompts) :])  # each prompt is drawn once
+        sources = [task.source for task in (proposer or parts.store).get(ids)]
+        base = [False] * len(prompts) + [draw.base for draw in draws]
+        return TasksDrawn(tuple(map(Drawn, ids, visits, sources, base)), num)
 
     def _produce(self) -> None:
         """Selector -> sampler -> reward -> group filter -> buffer; the selector learns of every judged group."""
@@ -240,8 +261,19 @@ class Loop:
             outcomes += judged.outcomes()
         skipped = self.parts.producer.take_skipped()
         self.parts.statistics.skipped(len(skipped))
-        for outcome in [*outcomes, *skipped]:
-            self.parts.selector.observe(outcome)
+        self._observe([*outcomes, *skipped])
+
+    def _observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Selector and generator learn what became of groups."""
+        proposer = self.parts.self_propose
+        for outcome in outcomes:
+            if outcome.task_id >= FIRST_ID:
+                continue  # the proposer's own prompts do not come again
+            self.parts.selection.observe(outcome)
+            if proposer is not None:
+                proposer.observe(outcome)
+        if self._generation is not None:
+            self._generation.observe_all(outcomes)
 
     def _progress(self) -> None:
         """Something happened, as the watchdog will remember it."""
@@ -279,7 +311,13 @@ class Loop:
         totals, rates = self.controller.ledger.totals(), self.controller.keep_rate
         row = parts.statistics.row(totals, training.counts, rates, training.surplus)
         row |= {"run/step": step + 1, "run/version": version, **self._sampler_row()}
+        if parts.self_propose is not None:
+            parts.self_propose.keep(
+                t.task_id for tickets in self.controller.ledger.open.values() for t in tickets.values()
+            )
+            row |= parts.self_propose.row()
         self.books.add_row(row, training.metrics)
+        self._generate()
         every = self.config.evaluation.every_steps
         if every and (step + 1) % every == 0:
             self._await_weights()
@@ -320,15 +358,33 @@ class Loop:
 
     def _evaluate(self) -> Row:
         """Frozen tasks -> sampler -> reward."""
+        return self._aside("evaluation", lambda: self._evaluation(self.controller.step))[0]
+
+    def _generate(self) -> None:
+        """Outcomes -> task generator -> tasks."""
+        generation, state = self._generation, self.controller
+        if generation is None:
+            return
+        if generation.is_due(state.step):
+            self._await_weights()
+        selectable = self.parts.selection.num_selectable(self.parts.store)
+        rate = state.keep_rate.expected
+        row, tokens = self._aside("generation", lambda: generation.step(state.step, state.version, rate, selectable))
+        self.books.amend(row)
+        self.books.generated_tokens += tokens
+        self._observe(generation.take_probed())
+
+    def _aside(self, name: str, work: Callable[[], tuple[Row, int]]) -> tuple[Row, int]:
+        """Does what is no part of a step, and keeps its tokens and its time out of the step's account."""
         parts, begin = self.parts, time.perf_counter()
         before = parts.sampler.counters
-        row, tokens = self._evaluation()
+        row, tokens = work()
         made = {k: v - before[k] for k, v in parts.sampler.counters.items()}
-        self.books.sampler_counters["tokens"] += tokens  # what evaluation took is not the step's
+        self.books.sampler_counters["tokens"] += tokens
         self.books.sampler_counters["slot_steps"] += made["slot_steps"] * tokens // max(made["tokens"], 1)
         spent = time.perf_counter() - begin
-        self._step_begin = getattr(self, "_step_begin", begin) + spent  # evaluation is not part of the step
-        return {**row, "time/evaluation_secs": spent}
+        self._step_begin = getattr(self, "_step_begin", begin) + spent
+        return {**row, f"time/{name}_secs": spent}, tokens
 
     def _check_faults(self) -> None:
         """What must not happen quietly: programs compiled after warm-up, gradients that are not finite."""
@@ -366,6 +422,11 @@ class Loop:
         self.books.flush()
         self.parts.producer.cancel_all()
         return reason
+
+    def close(self) -> None:
+        """Lets the generator go."""
+        if self._generation is not None:
+            self._generation.close()
 
     def result(self, reason: str) -> RunResult:
         """Results, and the last lines of the run."""

@@ -213,6 +213,7 @@ class TrainBatch(NamedTuple):
     rewards_BG: Array  # float32: the configured metric, raw; [B, G, K] where an estimator takes several rewards
     live_BG: Array  # bool
     real_B: Array  # bool
+    role_B: Array  # int32: 1 where the policy proposed tasks, 0 where it solved one
 
 
 class Sampler(Protocol):

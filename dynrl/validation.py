@@ -98,6 +98,7 @@ def validate(config: "RunConfig") -> None:
         f"exceeds num_generations_per_prompt = {g}",
     )
     _validate_schedule(config, require)
+    _validate_generation(config, require)
     failure = config.rollout_failure
     require(
         failure.retry_backoff_secs <= failure.max_retry_backoff_secs,
@@ -130,6 +131,39 @@ def _validate_schedule(config: "RunConfig", require: Callable[[bool, str, str], 
         "admits groups that the filter refused though they carry signal, and 'has_signal' refuses none of these",
     )
     require(ds.max_oversample >= 1, "dynamic_sampling.max_oversample", "must be at least 1")
+
+
+def _validate_generation(config: "RunConfig", require: Callable[[bool, str, str], None]) -> None:
+    g, default = config.generation, type(config.generation)()
+    for field in dataclasses.fields(g):
+        same = getattr(g, field.name) == getattr(default, field.name)
+        require(bool(g.generator) or same, f"generation.{field.name}", "has no meaning without generation.generator")
+    p, default = config.self_propose, type(config.self_propose)()
+    for field in dataclasses.fields(p):
+        same = getattr(p, field.name) == getattr(default, field.name)
+        require(bool(p.kind) or same, f"self_propose.{field.name}", "has no meaning without self_propose.kind")
+    require(
+        not p.kind or p.groups_per_step < config.num_prompts_per_step,
+        "self_propose.groups_per_step",
+        f"leaves no group of num_prompts_per_step = {config.num_prompts_per_step} to solve anything",
+    )
+    require(
+        not config.tasks.new_first or bool(g.generator or p.kind),
+        "tasks.new_first",
+        "has no meaning without generation.generator or self_propose.kind",
+    )
+    require(
+        not g.generator or bool(g.every_steps or g.keep_rate_below or g.selectable_below),
+        "generation.every_steps",
+        "asks the generator for nothing, with generation.keep_rate_below and generation.selectable_below 0 as well",
+    )
+    require(g.probe_samples != 1, "generation.probe_samples", "must be 0 (no probe) or at least 2: some pass, not all")
+    selector, share = config.tasks.selector, config.tasks.floor_share
+    require(
+        selector not in ("epoch", "uniform") or share == type(config.tasks)().floor_share,
+        "tasks.floor_share",
+        f"has no meaning for tasks.selector = {selector!r}, all of whose draws are the base distribution's",
+    )
 
 
 def ignored_keys(config: "RunConfig", default: "RunConfig") -> list[str]:

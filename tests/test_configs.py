@@ -39,7 +39,7 @@ def config_of(name, arg=""):
 
 def test_no_file_is_forgotten():
     names = {path.stem for path in (ROOT / "configs").glob("*.py")} - {"__init__"}
-    assert names == {*ALGORITHMS, "quickstart", "calculator", "gsm8k", "reasoning_gym"}
+    assert names == {*ALGORITHMS, "quickstart", "calculator", "dynamic_tasks", "gsm8k", "reasoning_gym"}
     for name in names:
         header = (ROOT / "configs" / f"{name}.py").read_text().split('"""')[1]
         assert f"python launch/train.py --config=configs/{name}.py" in header
@@ -90,6 +90,28 @@ def test_the_calculator_plays_turns(tmp_path):
     assert [r["run/step"] for r in rows] == [0, 1]
     assert rows[1]["run/recompiles"] == 0
     assert rows[1]["length/all/mean"] <= 40
+
+
+@pytest.mark.parametrize(
+    "arg", ["", "reappend,greso", "self_propose,learnability", "none,difficulty_pools", ",weighted"]
+)
+def test_dynamic_tasks_train(arg, tmp_path):
+    config = config_of("dynamic_tasks", arg)
+    tiny = tiny_mapping(model__num_layers=1)
+    for group in ("model", "warm_start", "checkpoint"):
+        config[group] = tiny[group]
+    for key in ("num_prompts_per_step", "num_generations_per_prompt", "progress"):
+        config[key] = tiny[key]
+    config.num_steps, config.tensorboard, config.train.num_microbatches, config.warm_start.num_steps = 3, False, 1, 0
+    config.sampler.num_slots, config.evaluation.num_tasks, config.evaluation.every_steps = 32, 8, 0
+    config.reward.verifier, config.generation.self_check = "user_code:coin", not config.generation.generator
+    config.dynamic_sampling.max_num_gen_batches = 0
+    rows: Any = dynrl.run(config, str(tmp_path), (), quick_build).metrics
+    assert [r["run/step"] for r in rows] == [0, 1, 2, 3]
+    assert rows[-1]["run/recompiles"] == 0
+    grown = sum(r.get("tasks/appended") or r.get("self_propose/admitted") or 0 for r in rows)
+    assert (grown > 0) == (not arg.startswith("none"))
+    assert rows[-1]["reward/score/base/mean"] is not None  # the floor's share of draws
 
 
 def test_an_algorithm_takes_another_configuration_with_its_argument():

@@ -16,6 +16,11 @@ def coin(task, text):
     return float(zlib.crc32(f"{task.prompt} {text}".encode()) & 1)
 
 
+def sorts(task, text):
+    """Of the reference answer, whether it is right; of anything else 1 or 0, as likely."""
+    return float("".join(sorted(text)) == text) if text == task.answer else coin(task, text)
+
+
 def rare(task, text):
     """1 for about one completion in five: many groups are all wrong."""
     return float(zlib.crc32(f"{task.prompt} {text}".encode()) % 5 == 0)

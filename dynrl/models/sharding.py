@@ -28,6 +28,8 @@ PARAM_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
 }
 RULES = {"vocab": "tensor", "heads": "tensor", "mlp": "tensor", "embed": "fsdp"}
 
+_CHUNK = 1 << 16  # bytes that are sent at once
+
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     """A (data, fsdp, tensor) mesh over all devices of all processes.
@@ -164,3 +166,32 @@ def common_number(number: int) -> int:
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def bytes_of_all(data: bytes) -> list[bytes]:
+    """Every process's bytes in the order of the processes, on every process. Every process must call it."""
+    if jax.process_count() == 1:
+        return [data]
+    from jax.experimental import multihost_utils
+
+    lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(data)))).ravel().tolist()
+    received = [bytearray() for _ in lengths]
+    for first in range(0, max(lengths), _CHUNK):
+        piece = np.frombuffer(data[first : first + _CHUNK].ljust(_CHUNK, b"\0"), np.uint8)
+        for buffer, row in zip(received, np.asarray(multihost_utils.process_allgather(piece)), strict=True):
+            buffer += row.tobytes()
+    return [bytes(buffer[:length]) for buffer, length in zip(received, lengths, strict=True)]
+
+
+def common_bytes(data: bytes) -> bytes:
+    """The first process's bytes, on every process. Every process must call it."""
+    if jax.process_count() == 1:
+        return data
+    from jax.experimental import multihost_utils
+
+    received = bytearray()
+    length = common_number(len(data))
+    for first in range(0, length, _CHUNK):  # in pieces of one shape: nothing compiles (law 3)
+        piece = np.frombuffer(data[first : first + _CHUNK].ljust(_CHUNK, b"\0"), np.uint8)
+        received += np.asarray(multihost_utils.broadcast_one_to_all(piece)).tobytes()
+    return bytes(received[:length])

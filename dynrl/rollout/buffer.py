@@ -30,6 +30,7 @@ RECORD = np.dtype(
         ("tokens", int),  # of all rollouts
         ("step", int),  # being filled at dispatch
         ("version", int),  # at dispatch
+        ("role", int),  # see TrainBatch
     ]
 )  # what the host keeps of a group, for the metrics of the batch that will hold it
 
@@ -148,11 +149,11 @@ class GroupBuffer:
         self._put_spilled = jax.jit(put, donate_argnums=0, in_shardings=shardings, out_shardings=self._rows)
         exchange = smap(_exchange, in_specs=(rows, whole), out_specs=rows)
 
-        def take(buffer: Stored, source: Array) -> TrainBatch:
+        def take(buffer: Stored, source: Array, role: Array) -> TrainBatch:
             stored = exchange(buffer, source)
-            return TrainBatch(stored.payload, stored.rewards, stored.live, source >= 0)
+            return TrainBatch(stored.payload, stored.rewards, stored.live, source >= 0, role)
 
-        self._take = jax.jit(take, in_shardings=(self._rows, self._whole), out_shardings=self._rows)
+        self._take = jax.jit(take, in_shardings=(self._rows, self._whole, self._whole), out_shardings=self._rows)
 
     @property
     def tickets(self) -> list[int]:
@@ -236,9 +237,10 @@ class GroupBuffer:
         """
         if len(tickets) > self._batch_size:
             raise ValueError(f"{len(tickets)} tickets for a batch of {self._batch_size} groups")
-        source = np.full(self._batch_size, -1, np.int32)
+        source, role = np.full(self._batch_size, -1, np.int32), np.zeros(self._batch_size, np.int32)
         source[: len(tickets)] = [self._slots[t] for t in tickets]
-        return self._take(self.arrays, source)
+        role[: len(tickets)] = self.records(tickets)["role"]
+        return self._take(self.arrays, source, role)
 
     def free(self, tickets: Sequence[int]) -> None:
         """Gives the slots of these groups back. Raises KeyError for a ticket that is not stored."""

@@ -17,6 +17,7 @@ from dynrl.rollout.events import (
     Dispatch,
     Draw,
     Event,
+    GroupsDeferred,
     GroupsGenerated,
     GroupsJudged,
     Judgement,
@@ -60,6 +61,8 @@ def apply(state: ControllerState, event: Event) -> tuple[ControllerState, list[C
             commands += _drawn(state, event)
         case GroupsGenerated():
             state.ledger.move(event.tickets, Phase.JUDGING)
+        case GroupsDeferred():
+            _deferred(state, event)
         case GroupsJudged():
             commands += _judged(state, event)
         case AttemptsFailed():
@@ -80,7 +83,10 @@ def apply(state: ControllerState, event: Event) -> tuple[ControllerState, list[C
 
 def _resumed(state: ControllerState, event: Resumed) -> list[Command]:
     """Resubmits what was under way, and asks again for what was not answered."""
-    under_way = () if event.in_flight else tuple(state.ledger.restart())
+    under_way = ()
+    if not event.in_flight:  # what was deferred is lost with what it waited for
+        state.ledger.end(list(state.ledger.open[Phase.DEFERRED]), dropped=Dropped.CANCELLED)
+        under_way = tuple(state.ledger.restart())
     commands: list[Command] = [Dispatch(under_way)] if under_way else []
     if state.training:
         commands.append(Train(tuple(sorted(state.ledger.open[Phase.TRAINING])), state.train_note))
@@ -100,12 +106,12 @@ def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:
     cohort = state.keep_rate.dispatched([d.source for d in event.draws])
     round_number, version, filling = state.schedule.round_number, state.version, state.filling
     tickets: list[Ticket] = []
-    for number, ((task_id, visit, source), step) in enumerate(
+    for number, ((task_id, visit, source, base), step) in enumerate(
         zip(event.draws, stamps, strict=False), state.ledger.next_ticket
     ):
         vacancies = state.vacancies.get(step)
         index = round_number if not vacancies else vacancies.pop()
-        tickets.append(Ticket(number, task_id, visit, version, filling, index, step, 1, cohort, source))
+        tickets.append(Ticket(number, task_id, visit, version, filling, index, step, 1, cohort, source, base))
     state.ledger.dispatch_all(tickets)
     state.totals["replaced_groups"] += sum(t.replacement_index > 0 for t in tickets)
     state.schedule.on_dispatch(len(tickets))
@@ -113,9 +119,48 @@ def _drawn(state: ControllerState, event: TasksDrawn) -> list[Command]:
     return [Dispatch(tuple(tickets))]
 
 
+def _deferred(state: ControllerState, event: GroupsDeferred) -> None:
+    """Others take their places, and their verdicts will say nothing of the keep rate of what is drawn now."""
+    state.ledger.move(event.tickets, Phase.DEFERRED)
+    tickets = [state.ledger.open[Phase.DEFERRED][n] for n in event.tickets]
+    state.keep_rate.ended(tickets, Verdict.STALE)
+    for ticket in tickets:
+        _vacate(state, ticket, ticket.replacement_index)
+
+
+def _deferred_judged(state: ControllerState, judgements: list[Judgement]) -> list[Command]:
+    """Those that are kept come on top of what the step asked for; nothing replaces the others."""
+    deferred, ledger = state.ledger.open[Phase.DEFERRED], state.ledger
+    stamps, oldest = state.schedule.capabilities.stamps_steps, state.schedule.oldest_version(state)
+    stored = state.config.dynamic_sampling.on_exhausted == "relax"  # what has signal, though refused
+    commands: list[Command] = []
+    for j in judgements:
+        ticket, n = deferred[j.ticket], j.ticket
+        state.verdicts[j.verdict] += 1
+        state.failed_in_row = state.failed_in_row + 1 if j.verdict is Verdict.FAILED else 0
+        if j.verdict is Verdict.FAILED:
+            ledger.end([n], failed=True)
+            commands += failures_exhausted(state)
+        elif j.verdict is not Verdict.KEPT or ticket.version < oldest:
+            reason = Dropped.FILTERED if j.verdict is Verdict.FILTERED else Dropped.STALE
+            if j.verdict is Verdict.KEPT or (stored and j.signal):
+                commands += state.drop([n], reason)
+            else:
+                ledger.end([n], dropped=reason)
+        else:
+            ledger.move([n], Phase.READY)
+            if stamps and ticket.for_step < state.filling:
+                ledger.stamp(n, state.filling)
+    return commands
+
+
 def _judged(state: ControllerState, event: GroupsJudged) -> list[Command]:
     ledger, judgements = state.ledger, event.judgements
     commands: list[Command] = []
+    if ledger.open[Phase.DEFERRED]:
+        deferred = set(ledger.open[Phase.DEFERRED])
+        commands += _deferred_judged(state, [j for j in judgements if j.ticket in deferred])
+        judgements = [j for j in judgements if j.ticket not in deferred]
     ledger.check_running([j.ticket for j in judgements])
     failed = [j for j in judgements if j.verdict is Verdict.FAILED]
     of_rewards = [j.pattern for j in judgements if j.verdict is not Verdict.FAILED or j.pattern not in _OF_REWARDS]
@@ -340,8 +385,9 @@ def _admit(state: ControllerState) -> list[Command]:
         return []  # what is left over then may fill the step
     if exhausted is not None:
         return _retry_step(state, step_exhausted(state, exhausted))
-    # Held groups have room of their own.
-    room = state.schedule.max_open - (state.ledger.num_open - state.ledger.level(Phase.HELD))
+    # Held and deferred groups have room of their own.
+    apart = state.ledger.level(Phase.HELD) + state.ledger.level(Phase.DEFERRED)
+    room = state.schedule.max_open - (state.ledger.num_open - apart)
     state.drawing = stamps[: max(room, 0)]
     if not state.drawing and not state.ledger.num_running and not state.training:
         raise RuntimeError(f"schedule {state.config.schedule.name!r}: max_open = {state.schedule.max_open} is too few")

@@ -96,18 +96,8 @@ class Deadlines:
         ]
 
     def with_timeouts(self, scores: Scores, t: Ticket) -> Scores:
-        """The scores of a group, in which every verification has missed its deadline that did so before a restart."""
-        key = ("timeout", t.task_id, t.visit, t.attempts)
-        now = [i for i, status in enumerate(scores.statuses) if status is Status.TIMEOUT]
-        before = self.journal.get(*key)
-        if before is None:
-            if now:
-                self.journal.write(key, now)
-            return scores
-        missed, zero = set(before), Reward(0.0, dict.fromkeys(self._metrics, 0.0))
-        statuses = [Status.TIMEOUT if i in missed else status for i, status in enumerate(scores.statuses)]
-        rewards = [zero if i in missed else reward for i, reward in enumerate(scores.rewards)]
-        return scores._replace(statuses=tuple(statuses), rewards=tuple(rewards))
+        """See the function `with_timeouts`."""
+        return with_timeouts(self.journal, ("timeout", t.task_id, t.visit, t.attempts), scores, self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: times as ages and waits."""
@@ -121,3 +111,24 @@ class Deadlines:
         self._read_clock()
         self._since = {number: self._now - age for number, age in state["age"]}
         self._retries = [(self._now + left, tickets[number]) for number, left in state["wait"]]
+
+
+def with_timeouts(journal: Journal, key: tuple[object, ...], scores: Scores, metrics: Sequence[str] = ()) -> Scores:
+    """The scores of a group, in which every verification has missed its deadline that did so before a restart.
+
+    Args:
+      journal: of the run.
+      key: names the group in it.
+      scores: as they came.
+      metrics: components that a reward must have.
+    """
+    now = [i for i, status in enumerate(scores.statuses) if status is Status.TIMEOUT]
+    before = journal.get(*key)
+    if before is None:
+        if now:
+            journal.write(key, now)
+        return scores
+    missed, zero = set(before), Reward(0.0, dict.fromkeys(metrics, 0.0))
+    statuses = [Status.TIMEOUT if i in missed else status for i, status in enumerate(scores.statuses)]
+    rewards = [zero if i in missed else reward for i, reward in enumerate(scores.rewards)]
+    return scores._replace(statuses=tuple(statuses), rewards=tuple(rewards))

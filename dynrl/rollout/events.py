@@ -15,6 +15,7 @@ class Drawn(NamedTuple):
     task_id: int
     visit: int
     source: str = ""
+    base: bool = True
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,13 @@ class TasksDrawn:
 @dataclass(frozen=True)
 class GroupsGenerated:
     """The sampler has finished these groups; the verifiers have them."""
+
+    tickets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GroupsDeferred:
+    """These groups are judged later, by what becomes of others. Their places go to fresh draws."""
 
     tickets: tuple[int, ...]
 
@@ -92,7 +100,7 @@ class Resumed:
 
 
 Event = (
-    TasksDrawn | GroupsGenerated | GroupsJudged | AttemptsFailed | StepTrained | StopRequested
+    TasksDrawn | GroupsGenerated | GroupsDeferred | GroupsJudged | AttemptsFailed | StepTrained | StopRequested
     | Resumed
 )  # fmt: skip
 

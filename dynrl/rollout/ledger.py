@@ -1,7 +1,7 @@
 """The book of every dispatched group (law 5). Plain Python: no JAX, no clock, no I/O.
 
     dispatched = trained + dropped{filtered, stale, evicted, cancelled, surplus} + failed
-               + open{in_flight, judging, ready, held, training}
+               + open{in_flight, judging, deferred, ready, held, training}
 
 A ticket is one dispatched group. Only open tickets are held; ended ones are counted.
 """
@@ -18,6 +18,7 @@ class Phase(enum.StrEnum):
 
     IN_FLIGHT = "in_flight"
     JUDGING = "judging"
+    DEFERRED = "deferred"  # generated; judged when other groups are, by what becomes of these: nobody waits for it
     READY = "ready"
     HELD = "held"  # refused by the filter, and kept in case that the step cannot be filled otherwise
     TRAINING = "training"  # in the batch of a Train that is outstanding
@@ -47,6 +48,7 @@ class Ticket(NamedTuple):
       attempts: how often it was dispatched; more than once where one failed.
       cohort: the number of the draw that it belongs to.
       source: of the task.
+      base: whether it was drawn from the base distribution, and not for what a selector made of it.
       data_failures: attempts that failed for the task's data; the others failed for infrastructure.
     """
 
@@ -60,6 +62,7 @@ class Ticket(NamedTuple):
     attempts: int = 1
     cohort: int = 0
     source: str = ""
+    base: bool = True
     data_failures: int = 0
 
 
@@ -67,7 +70,8 @@ class Ticket(NamedTuple):
 _FROM = {
     Phase.IN_FLIGHT: (Phase.JUDGING, Phase.IN_FLIGHT),
     Phase.JUDGING: (Phase.IN_FLIGHT,),
-    Phase.READY: (Phase.JUDGING, Phase.HELD, Phase.IN_FLIGHT),
+    Phase.DEFERRED: (Phase.JUDGING, Phase.IN_FLIGHT),
+    Phase.READY: (Phase.JUDGING, Phase.HELD, Phase.IN_FLIGHT, Phase.DEFERRED),
     Phase.HELD: (Phase.JUDGING, Phase.IN_FLIGHT),
     Phase.TRAINING: (Phase.READY,),
 }

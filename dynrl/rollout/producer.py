@@ -27,7 +27,8 @@ from dynrl.models.sharding import any_process, local_rows
 from dynrl.models.tokenizer import Tokenizer
 from dynrl.rollout.buffer import RECORD, GroupBuffer
 from dynrl.rollout.deadlines import Deadlines
-from dynrl.rollout.events import AttemptsFailed, GroupsGenerated, GroupsJudged, Judgement
+from dynrl.rollout.deferral import Deferral
+from dynrl.rollout.events import AttemptsFailed, GroupsDeferred, GroupsGenerated, GroupsJudged, Judgement
 from dynrl.rollout.judge import Judge
 from dynrl.rollout.ledger import Ticket
 from dynrl.rollout.records import (
@@ -40,6 +41,7 @@ from dynrl.rollout.records import (
     submit_for_judgement,
 )
 from dynrl.rollout.turns import TurnPlayer
+from dynrl.tasks.self_propose import SelfPropose
 from dynrl.tasks.store import FrozenTasks, TaskStore
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import (
@@ -58,7 +60,7 @@ from dynrl.types import (
 )
 
 T = TypeVar("T")
-Events = list[GroupsGenerated | GroupsJudged | AttemptsFailed]
+Events = list[GroupsGenerated | GroupsDeferred | GroupsJudged | AttemptsFailed]
 _ATTEMPT = 2**40  # times the attempt, in the number that names a group to the verifiers: late scores do not meet
 
 
@@ -82,11 +84,13 @@ class Producer:
       tokenizer: encodes prompts, decodes completions.
       store: where tasks are looked up.
       in_rounds: whether nothing is judged before everything dispatched is generated and verified.
+      self_propose: what becomes of the policy's own proposals, where it makes any.
     """
 
     def __init__(
         self, config: RunConfig, player: TurnPlayer, verifiers: Verifiers, judge: Judge, buffer: GroupBuffer,
-        tokenizer: Tokenizer, store: TaskStore | FrozenTasks, in_rounds: bool,
+        tokenizer: Tokenizer, store: TaskStore | FrozenTasks | SelfPropose, in_rounds: bool,
+        self_propose: SelfPropose | None = None,
     ) -> None:  # fmt: skip
         self._config, self._in_rounds = config, in_rounds
         self._player, self._verifiers, self._judge, self._buffer = player, verifiers, judge, buffer
@@ -98,6 +102,7 @@ class Producer:
         metrics = [name for name in (config.dynamic_sampling.metric, *config.loss.rewards) if name != "score"]
         replays = in_rounds or config.schedule.clock == "logical"
         self.deadlines = Deadlines(config.rollout_failure.group_deadline_secs, metrics, replays)
+        self._deferral = None if self_propose is None else Deferral(self_propose, metrics)
         self._tickets: dict[int, Ticket] = {}  # dispatched and not judged
         self._tasks: dict[int, Task] = {}
         self._handed_over: deque[HandedOver] = deque()
@@ -133,6 +138,11 @@ class Producer:
         """Seconds by phase since the last call."""
         secs, self.secs = self.secs, dict.fromkeys(self.secs, 0.0)
         return secs
+
+    @property
+    def _num_running(self) -> int:
+        """Groups that somebody waits for."""
+        return len(self._tickets) - (len(self._deferral.tickets) if self._deferral is not None else 0)
 
     # ---- What the controller commands ----
 
@@ -178,6 +188,8 @@ class Producer:
         """Nobody waits for these groups any more."""
         gone = set(numbers)
         self._player.cancel(numbers)
+        if self._deferral is not None:
+            self._deferral.cancel(gone)
         self._awaited = {i: t for i, t in self._awaited.items() if t not in gone}
         self._too_long = [t for t in self._too_long if t.ticket not in gone]
         self._forget(gone)
@@ -219,7 +231,7 @@ class Producer:
         begin = time.perf_counter()
         events += self._judge_all(due)
         self.secs["backfill"] += time.perf_counter() - begin
-        if not events and self._tickets and self.deadlines.num_waiting == len(self._tickets):
+        if not events and self._num_running and self.deadlines.num_waiting == self._num_running:
             time.sleep(0.02)  # nothing else to do
         self.deadlines.spent(time.monotonic() - started)
         return events
@@ -314,20 +326,37 @@ class Producer:
 
     def _judge_all(self, due: Sequence[Groups]) -> Events:
         """Gathers, judges, stores what is kept, and tells the controller in ticket order."""
-        if self._in_rounds and not due and (self._handed_over or len(self._too_long) < len(self._tickets)):
-            return []
-        judged = [self._judge_groups(groups) for groups in due]
+        events, late = [], []
+        if self._deferral is not None:
+            due, late, events = self._defer(self._deferral, due)
+        waits = self._in_rounds and not due and (self._handed_over or len(self._too_long) < self._num_running)
+        too_long = [] if waits else self._too_long
+        judged = [self._judge_groups(groups) for groups in [*due, *late]]
         self._judged += judged
         judgements = [*itertools.chain.from_iterable(j.judgements() for j in judged)]
-        judgements += [Judgement(t.ticket, Verdict.FILTERED, "too_long") for t in self._too_long]
-        for t in self._too_long:
+        judgements += [Judgement(t.ticket, Verdict.FILTERED, "too_long") for t in too_long]
+        for t in too_long:
             task, verdict = self._tasks[t.ticket], Verdict.FILTERED
             self._skipped.append(
                 Outcome(t.task_id, t.visit, verdict, 0, 0, math.nan, t.version, task.source, task.level)
             )
-        self._too_long = []
+        self._too_long = self._too_long if waits else []
         self._forget({j.ticket for j in judgements})
-        return [GroupsJudged(tuple(sorted(judgements)))] if judgements else []
+        return [*events, *([GroupsJudged(tuple(sorted(judgements)))] if judgements else [])]
+
+    def _defer(self, deferral: Deferral, due: Sequence[Groups]) -> tuple[list[Groups], list[Groups], Events]:
+        """Parts what is judged now from the proposals among it, and adds those whose verdict has come."""
+        rest, taken = [], []
+        for groups in due:
+            others, numbers = deferral.take(groups, self._tickets, self._scores, self._problem)
+            taken += numbers
+            if others.valid_P.any():
+                rest.append(others)
+        for number in taken:
+            self._scores.pop(number, None)
+        late, scores = deferral.due()
+        self._scores |= scores
+        return rest, late, [GroupsDeferred(tuple(sorted(taken)))] if taken else []
 
     def _judge_groups(self, groups: Groups) -> JudgedGroups:
         config, valid_P = self._config, groups.valid_P
@@ -366,8 +395,9 @@ class Producer:
 
     @property
     def arrays(self) -> list[Payload]:
-        """Payloads that are with the verifiers."""
-        return [h.groups.payload for h in self._handed_over]
+        """Payloads that are with the verifiers, and those that are deferred."""
+        deferred = [] if self._deferral is None else self._deferral.arrays
+        return [*(h.groups.payload for h in self._handed_over), *deferred]
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; `arrays` are apart."""
@@ -377,6 +407,7 @@ class Producer:
             "handed_over": [
                 [h.poll, h.groups.tickets_P.tolist(), h.groups.valid_P.tolist()] for h in self._handed_over
             ],
+            "deferred": [] if self._deferral is None else self._deferral.state_dict(),
             "too_long": [t.ticket for t in self._too_long],
             "scores": [[t, [list(r) for r in s.rewards], list(s.statuses)] for t, s in self._scores.items()],
             "turns": self._player.state_dict(),
@@ -391,13 +422,15 @@ class Producer:
         self._too_long = [self._tickets[t] for t in state["too_long"]]
         # Each process its own: the document is the first one's.
         owned_P = self._player.sampler.filler(self._config.num_generations_per_prompt).owned_P
-        for (poll, *masks), payload in zip(state["handed_over"], arrays, strict=True):
-            tickets_P, valid_P = map(np.array, masks)
-            tokens, length, finish = (
-                local_rows(getattr(payload, name)) for name in ("tokens_PGT", "length_PG", "finish_PG")
-            )
-            groups = Groups(payload, tickets_P, valid_P, owned_P, tokens, length, finish)
+        restored = []
+        masks = [*(entry[1:] for entry in state["handed_over"]), *state["deferred"]]
+        for (tickets, valid), payload in zip(masks, arrays, strict=True):
+            host = (local_rows(getattr(payload, name)) for name in ("tokens_PGT", "length_PG", "finish_PG"))
+            restored.append(Groups(payload, np.array(tickets), np.array(valid), owned_P, *host))
+        for (poll, *_), groups in zip(state["handed_over"], restored, strict=False):
             self._handed_over.append(HandedOver(groups, poll))
+        if self._deferral is not None:
+            self._deferral.load_state_dict(restored[len(self._handed_over) :])
         for ticket, rewards, statuses in state["scores"]:
             self._scores[ticket] = Scores(ticket, tuple(Reward(*r) for r in rewards), tuple(map(Status, statuses)))
         for handed in self._handed_over:

@@ -18,6 +18,7 @@ from dynrl.rollout.events import Judgement
 from dynrl.rollout.judge import Judged
 from dynrl.rollout.ledger import Ticket
 from dynrl.tasks.rewards import metric_value
+from dynrl.tasks.self_propose import FIRST_ID
 from dynrl.tasks.verifiers import Verifiers
 from dynrl.types import Finish, Groups, Outcome, Scores, Status, Task, Verdict
 
@@ -213,4 +214,5 @@ def buffer_records(records: Records, tickets: Sequence[Ticket]) -> np.ndarray:
         out[name] = np.where(live_NG, getattr(records, name), 0).sum(1)
     out["live"], out["tokens"] = live_NG.sum(1), records.length.sum(1)
     out["step"], out["version"] = [t.step for t in tickets], [t.version for t in tickets]
+    out["role"] = [t.task_id >= FIRST_ID for t in tickets]
     return out

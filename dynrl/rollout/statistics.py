@@ -12,9 +12,10 @@ from dynrl.rollout.judge import Judged
 from dynrl.rollout.keep_rate import KeepRate
 from dynrl.rollout.ledger import Phase
 from dynrl.rollout.records import STATUSES, JudgedGroups
+from dynrl.tasks.self_propose import FIRST_ID
 from dynrl.types import Finish, Verdict
 
-POPULATIONS = ("all", "kept", "trained", "first_attempt")
+POPULATIONS = ("all", "kept", "trained", "first_attempt", "base")
 _SPREAD_EDGES = np.array([1e-6, 0.1, 0.2, 0.5, 1.0])
 _SPREAD_NAMES = ("0", "0-0.1", "0.1-0.2", "0.2-0.5", "0.5-1", "over_1")
 
@@ -58,12 +59,15 @@ class RolloutStatistics:
         r, verdict_N = groups.records, groups.judged.verdict_P
         kept_N, failed_N = verdict_N == Verdict.KEPT, verdict_N == Verdict.FAILED
         first_N = np.array([t.replacement_index == 0 for t in groups.tickets], bool)
+        base_N = np.array([t.base for t in groups.tickets], bool)
+        # The policy's own proposals have rewards of another kind; they are counted by their source alone.
+        solver_N = np.array([t.task_id < FIRST_ID for t in groups.tickets], bool)
         live_NG = r.live
         count_N = live_NG.sum(1)
         sums_N = [np.where(live_NG, x, 0).sum(1, dtype=np.float64) for x in (r.score, r.metric, r.length)]
-        for population, rows in (("all", slice(None)), ("kept", kept_N), ("first_attempt", first_N)):
-            score, metric, length = (x[rows].sum() for x in sums_N)
-            self._add(population, score, metric, length, count_N[rows].sum())
+        for population, rows in (("all", True), ("kept", kept_N), ("first_attempt", first_N), ("base", base_N)):
+            score, metric, length, num = (x[solver_N & rows].sum() for x in (*sums_N, count_N))
+            self._add(population, score, metric, length, num)
         truncated_NG = live_NG & (r.finish == Finish.LENGTH)
         self._sums.add("length/truncated_frac", truncated_NG.sum(), count_N.sum())
         for status, count in enumerate(np.bincount(r.status.ravel()).tolist()):
@@ -109,8 +113,9 @@ class RolloutStatistics:
 
     def trained(self, records_N: np.ndarray, step: int, version: int) -> None:
         """Counts the groups of a batch, by the records (of dtype RECORD) that were stored with them."""
-        r = records_N
+        r = records_N[records_N["role"] == 0]
         self._add("trained", r["score"].sum(), r["metric"].sum(), r["length"].sum(), r["live"].sum())
+        r = records_N
         ages, counts = np.unique(version - r["version"], return_counts=True)
         self._sums.add("train_batch/staleness/mean", (ages * counts).sum(), len(r))
         for age, num in zip(ages.tolist(), counts.tolist(), strict=True):

@@ -65,6 +65,24 @@ class TurnPlayer:
         """Groups submitted and not yet returned or cancelled."""
         return self.sampler.num_in_flight + len(self._openings)
 
+    def plays(self, task: Task) -> bool:
+        """Whether a task is an environment's."""
+        return task.source in self._environments
+
+    def begins(self, tasks: Sequence[Task]) -> list[bool]:
+        """Whether the environment of each task begins without an error. Of this process alone."""
+        assert self._verifiers is not None
+        first = self._submitted + 1
+        self._submitted += len(tasks)
+        for i, task in enumerate(tasks):
+            self._verifiers.submit(first + i, task, [turns_text([])])
+        begun: dict[int, bool] = {}
+        while len(begun) < len(tasks):
+            judged = self._verifiers.wait(1.0)
+            begun |= {s.ticket: s.statuses[0] is Status.OK for s in judged if s.ticket >= first}
+            self._took([s for s in judged if s.ticket < first])
+        return [begun[first + i] for i in range(len(tasks))]
+
     def submit(self, requests: Sequence[Request], tasks: Sequence[Task], attempts: Sequence[int] = ()) -> None:
         """Queues requests; see `Sampler.submit`. `attempts` says how often each group was dispatched, now included."""
         plain = []
@@ -200,10 +218,13 @@ class TurnPlayer:
     def _wait(self) -> None:
         assert self._verifiers is not None
         while self._pending:
-            for scores in self._verifiers.wait(1.0):
-                key = self._pending.pop(scores.ticket, None)
-                if key is not None:
-                    self._results[key] = scores.rewards[0], scores.statuses[0]
+            self._took(self._verifiers.wait(1.0))
+
+    def _took(self, judged: Sequence[Scores]) -> None:
+        for scores in judged:
+            key = self._pending.pop(scores.ticket, None)
+            if key is not None:
+                self._results[key] = scores.rewards[0], scores.statuses[0]
 
     def _own_answer(self, key: tuple[int, int]) -> Answer | None:
         found = self._results.pop(key, None)

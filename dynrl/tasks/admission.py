@@ -38,12 +38,12 @@ def admitted(task: Task, task_id: int, where: str) -> Task:
 
 def json_copy(value: Any) -> Any:
     """Returns a deep copy of what JSON gives back unchanged; raises TypeError at anything else."""
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: json_copy(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [json_copy(item) for item in value]
     if value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
+    if isinstance(value, list):
+        return [json_copy(item) for item in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: json_copy(item) for key, item in value.items()}
     raise TypeError(f"{value!r} would not survive JSON")
 
 

@@ -3,10 +3,11 @@
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from dynrl.tasks.base import Draws, LeveledSource, Problem
+from dynrl.tasks.base import Draws, LeveledSource, Problem, checked_level
 from dynrl.tasks.environments import Environment, Step
+from dynrl.tasks.procedural import levels_of_sums
 from dynrl.types import Task
 
 MAX_DIGITS = 9  # of a number that the calculator takes
@@ -104,6 +105,15 @@ class CalculatorSums(LeveledSource):
         """Of a whole completion: every call, the calculator's words and the answer, each as long as it can be."""
         terms = [10**self.max_digits - 1] * self.max_terms
         return sum(len(text) for text, _ in _demonstration(terms))
+
+    def reachable_levels(self) -> list[int]:
+        """Every combination of 1 to 8 digits and 2 to 9 terms, in the order of `levels_of_sums`."""
+        return levels_of_sums(MAX_DIGITS - 1)
+
+    def at_level(self, level: int) -> Self:
+        """Returns the source of this level's sums; ValueError where it is no such combination."""
+        digits, terms = divmod(checked_level(self, level), 10)
+        return dataclasses.replace(self, min_digits=digits, max_digits=digits, min_terms=terms, max_terms=terms)
 
     def problem(self, draws: Draws, level: int) -> Problem:
         """Returns a sum of the level with its equals sign, its value, and a demonstration."""

@@ -4,11 +4,11 @@ import ast
 import re
 import string
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Self
 
-from dynrl.tasks.base import Draws, LeveledSource, Problem
+from dynrl.tasks.base import Draws, LeveledSource, Problem, checked_level
 from dynrl.tasks.extraction import last_line, tagged
 from dynrl.tasks.rewards import Unparsable
 from dynrl.types import Reward, Task
@@ -90,6 +90,14 @@ class Countdown(LeveledSource):
     def max_answer_chars(self) -> int:
         """Of the answers given: numbers, operators between them, and parentheses around all but the outermost."""
         return self.max_numbers * len(str(self.max_number)) + (self.max_numbers - 1) + 2 * (self.max_numbers - 2)
+
+    def reachable_levels(self) -> range:
+        """From two numbers to as many of size `max_number` as `max_target` has room for, at most 12."""
+        return range(2, min(MAX_NUMBERS, self.max_target // self.max_number) + 1)
+
+    def at_level(self, level: int) -> Self:
+        """Returns the source of tasks with `level` numbers; ValueError where there cannot be so many."""
+        return replace(self, min_numbers=checked_level(self, level), max_numbers=level)
 
     def problem(self, draws: Draws, level: int) -> Problem:
         """Returns `level` numbers, a target and one solution: terms are combined until one is left."""

@@ -1,7 +1,7 @@
 """Finite sources that lie in files, and JSON Lines. Parquet is in `parquet.py`.
 
 Every row is read and checked once at the start, when an error can still name file and line, and then again whenever
-its task is asked for: in memory lie 16 bytes for a row, its position and half of its prompt's hash.
+its task is asked for: in memory lie 20 bytes for a row, its position, its level and half of its prompt's hash.
 """
 
 import copy
@@ -118,14 +118,17 @@ class FileSource(ABC):
           ValueError: if its prompt is in `exclude` (`without` leaves such rows out), or the file has changed.
         """
         del seed
-        if not 0 <= index < len(self._rows):
-            raise IndexError(f"{self.name}: there is no task {index}; there are {len(self._rows)}")
-        row = int(self._rows[index])
+        row = self._row(index)
         task = self._task(row)
         if exclude and task_hash(task.prompt) in exclude:
             path = self._paths[self._file_of(row)]
             raise ValueError(f"{path}: the prompt of task {index} is among the {len(exclude)} excluded ones")
         return task
+
+    def kind(self, seed: int, index: int) -> tuple[str, int]:
+        """Returns source and level of the task of row `index`; the file is not read."""
+        del seed
+        return next(iter(self._verifiers)), self._levels[self._row_levels[self._row(index)]]
 
     def without(self, exclude: Set[str]) -> Self:
         """Returns the source without the rows whose prompts are excluded."""
@@ -146,13 +149,13 @@ class FileSource(ABC):
 
     def _read_all(self) -> None:
         positions, hashes, ends = array("q"), array("Q"), []
-        levels, alphabet = set(), set()
+        codes, code_of, alphabet = array("I"), {}, set()
         self._max_prompt_chars = self._max_answer_chars = 0
         for path in self._paths:
             for position, task in self._scan(path):
                 positions.append(position)
                 hashes.append(_prefix(task_hash(task.prompt)))
-                levels.add(task.level)
+                codes.append(code_of.setdefault(task.level, len(code_of)))
                 alphabet.update(task.prompt, task.answer)
                 self._max_prompt_chars = max(self._max_prompt_chars, len(task.prompt))
                 self._max_answer_chars = max(self._max_answer_chars, len(task.answer))
@@ -161,7 +164,14 @@ class FileSource(ABC):
             ends.append(len(positions))
         self._positions, self._ends = np.array(positions, np.int64), np.array(ends, np.int64)
         self._hashes, self._rows = np.array(hashes, np.uint64), np.arange(len(positions))
-        self._levels, self._alphabet = tuple(sorted(levels)), frozenset(alphabet)
+        self._levels, self._alphabet = tuple(sorted(code_of)), frozenset(alphabet)
+        rank_of = {level: rank for rank, level in enumerate(self._levels)}
+        self._row_levels = np.array([rank_of[level] for level in code_of], np.uint32)[np.array(codes)]
+
+    def _row(self, index: int) -> int:
+        if not 0 <= index < len(self._rows):
+            raise IndexError(f"{self.name}: there is no task {index}; there are {len(self._rows)}")
+        return int(self._rows[index])
 
     def _file_of(self, row: int) -> int:
         return int(np.searchsorted(self._ends, row, side="right"))

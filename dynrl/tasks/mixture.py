@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from dynrl.tasks.base import Draws, TaskSource, task_hash
+from dynrl.tasks.base import Draws, TaskSource, kind_method, task_hash
 from dynrl.tasks.selectors import counter_words
 from dynrl.tasks.sources import make_source
 from dynrl.types import Task
@@ -88,6 +88,12 @@ class Mixture:
         return self._num_tasks
 
     @property
+    def parts(self) -> list[tuple[TaskSource, float]]:
+        """The sources, each with its share of the tasks; levels are chosen in each on its own (`GradedSource`)."""
+        total = sum(self._weights)
+        return [(source, weight / total) for source, weight in zip(self._sources, self._weights, strict=True)]
+
+    @property
     def verifiers(self) -> dict[str, str]:
         """Those of all sources."""
         return dict(self._verifiers)
@@ -107,10 +113,7 @@ class Mixture:
           IndexError: if the mixture is finite and has no such index.
           ValueError: if the source at the index finds no task that is not excluded.
         """
-        if index < 0 or (self._num_tasks is not None and index >= self._num_tasks):
-            raise IndexError(f"mixture: there is no task {index}; there are {self._num_tasks or 'endlessly many'}")
-        which, ordinal = self._place(index)
-        source, seed = self._sources[which], Draws(seed, self.name, which).below(2**63)
+        which, source, seed, ordinal = self._located(seed, index)
         size = source.num_tasks
         if size is None:
             return source.task(seed, ordinal, exclude)
@@ -121,6 +124,25 @@ class Mixture:
             if not exclude or task_hash(task.prompt) not in exclude:
                 return task
         raise ValueError(f"mixture: task {index}, of sources[{which}] ({source.name}), is among the excluded ones")
+
+    def kind(self, seed: int, index: int) -> tuple[str, int] | None:
+        """Returns source and level of the task at (seed, index), of a mixture `without` excluded tasks.
+
+        None where the part that has the index cannot say; IndexError if the mixture has no such index.
+        """
+        _, source, seed, ordinal = self._located(seed, index)
+        kind_of = kind_method(source)
+        if source.num_tasks is None:
+            return kind_of(seed, ordinal)
+        time_round, position = divmod(ordinal, source.num_tasks)
+        return kind_of(seed, int(_order(seed, time_round, source.num_tasks)[position]))
+
+    def _located(self, seed: int, index: int) -> tuple[int, TaskSource, int, int]:
+        """Returns which source has the index, the source, its seed, and which of its tasks in its order it is."""
+        if index < 0 or (self._num_tasks is not None and index >= self._num_tasks):
+            raise IndexError(f"mixture: there is no task {index}; there are {self._num_tasks or 'endlessly many'}")
+        which, ordinal = self._place(index)
+        return which, self._sources[which], _part_seed(seed, which), ordinal
 
     def _take(self, sources: list[TaskSource]) -> None:
         sizes = [source.num_tasks for source in sources]
@@ -139,7 +161,8 @@ class Mixture:
         """Returns the source that has the index, and how many of the indices below it that source has."""
         rest = sum(self._weights)
         for which, weight in enumerate(self._weights):
-            taken, next_taken = (((index + i) * weight + rest // 2) // rest for i in (0, 1))
+            taken = (index * weight + rest // 2) // rest
+            next_taken = ((index + 1) * weight + rest // 2) // rest
             if next_taken > taken:
                 return which, taken
             index -= taken
@@ -197,6 +220,11 @@ def _whole(weights: Sequence[float]) -> list[int]:
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     return [int(weight * scale) for weight in exact]
+
+
+@lru_cache(maxsize=1024)
+def _part_seed(seed: int, which: int) -> int:
+    return Draws(seed, Mixture.name, which).below(2**63)
 
 
 @lru_cache(maxsize=8)

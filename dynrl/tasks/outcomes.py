@@ -6,7 +6,7 @@ learns (MoPPS, arXiv:2507.04632). Every judged group counts, kept or dropped. Th
 
 import base64
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -36,11 +36,28 @@ class Counts:
 
     def update(self, key: int, successes: float, attempts: float, version: int) -> None:
         """Counts one visit of a key, by a policy of this version."""
-        self._reach(key)
+        self._reach(key, key)
         c = self._columns
         c["attempts"][key] = self._decay * c["attempts"][key] + attempts
         c["successes"][key] = self._decay * c["successes"][key] + successes
         c["last_version"][key] = max(c["last_version"][key], version)
+
+    def update_all(self, visits: Iterable[tuple[int, float, float, int]]) -> None:
+        """Counts visits, each as (key, successes, attempts, version): bit for bit as `update`, one after the other."""
+        visits = list(visits)
+        if not visits:
+            return
+        keys = list(dict.fromkeys(visit[0] for visit in visits))
+        self._reach(min(keys), max(keys))
+        columns = [column[keys].tolist() for column in self._columns.values()]
+        rows = {key: list(row) for key, *row in zip(keys, *columns, strict=True)}
+        for key, successes, attempts, version in visits:
+            row = rows[key]
+            row[0] = self._decay * row[0] + attempts
+            row[1] = self._decay * row[1] + successes
+            row[2] = max(row[2], version)
+        for column, values in zip(self._columns.values(), zip(*rows.values(), strict=True), strict=True):
+            column[keys] = values
 
     def attempts(self, keys: Sequence[int] | np.ndarray) -> np.ndarray:
         """Rollouts by key, float64, discounted; 0 where never seen."""
@@ -64,6 +81,10 @@ class Counts:
         passes, failures = prior
         return (self.successes(keys) + passes) / (self.attempts(keys) + passes + failures)
 
+    def seen(self) -> np.ndarray:
+        """The keys that were visited, int64, in ascending order."""
+        return np.flatnonzero(self._columns["last_version"] != self._unseen["last_version"])
+
     def snapshot(self) -> Self:
         """A copy that further updates do not reach."""
         copy = type(self)(self._decay)
@@ -71,8 +92,9 @@ class Counts:
         return copy
 
     def state_dict(self) -> dict[str, Any]:
-        """The columns whole, packed into text."""
-        return {"decay": self._decay, **{name: packed(column) for name, column in self._columns.items()}}
+        """The columns up to the last key that was visited, packed into text."""
+        size = int(self.seen().max(initial=-1)) + 1
+        return {"decay": self._decay, **{name: packed(column[:size]) for name, column in self._columns.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse. Raises ValueError for another decay."""
@@ -85,12 +107,16 @@ class Counts:
         known = keys < len(column)
         if known.all():
             return column[keys]
-        return np.where(known, column[np.where(known, keys, 0)] if len(column) else 0, self._unseen[name])
+        values = np.full(keys.shape, self._unseen[name], column.dtype)
+        values[known] = column[keys[known]]
+        return values
 
-    def _reach(self, key: int) -> None:
+    def _reach(self, smallest: int, largest: int) -> None:
+        if smallest < 0:
+            raise ValueError(f"keys are at least 0, got {smallest}")
         size = len(self._columns["attempts"])
-        if key >= size:
-            grown = max(2 * size, key + 1)
+        if largest >= size:
+            grown = max(2 * size, largest + 1)
             for name, column in self._columns.items():
                 self._columns[name] = np.full(grown, self._unseen[name], column.dtype)
                 self._columns[name][:size] = column
@@ -100,12 +126,13 @@ class TaskOutcomes:
     """The counts of each task, and of each kind: source and level.
 
     Args:
-      decay: see `Counts`.
+      decay: of the counts of tasks; see `Counts`.
+      kind_decay: of the counts of kinds, which are visited far more often; None is the same.
     """
 
-    def __init__(self, decay: float = 1.0) -> None:
+    def __init__(self, decay: float = 1.0, kind_decay: float | None = None) -> None:
         self.by_task = Counts(decay)
-        self.by_kind = Counts(decay)
+        self.by_kind = Counts(decay if kind_decay is None else kind_decay)
         self._kinds: dict[Kind, int] = {}
 
     @property
@@ -123,6 +150,12 @@ class TaskOutcomes:
             counted = (outcome.num_positive, outcome.num_live, outcome.version)
             self.by_task.update(outcome.task_id, *counted)
             self.by_kind.update(self.key((outcome.source, outcome.level)), *counted)
+
+    def observe_all(self, outcomes: Iterable[Outcome]) -> None:
+        """Counts judged groups: bit for bit as `observe`, one after the other, in a fraction of the time."""
+        live = [outcome for outcome in outcomes if outcome.num_live]
+        self.by_task.update_all((o.task_id, o.num_positive, o.num_live, o.version) for o in live)
+        self.by_kind.update_all((self.key((o.source, o.level)), o.num_positive, o.num_live, o.version) for o in live)
 
     def snapshot(self) -> "TaskOutcomes":
         """A copy that further outcomes do not reach."""

@@ -50,12 +50,13 @@ class Parquet(FileSource):
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             ends = np.cumsum(sizes)
             group = int(np.searchsorted(ends, position, side="right"))
-            if (path, group) not in self._groups:
-                self._groups[path, group] = file.read_row_group(group, columns=list(self._fields.names))
-                if len(self._groups) > _MAX_GROUPS:
-                    self._groups.popitem(last=False)
-        self._groups.move_to_end((path, group))
-        return self._at(self._groups[path, group], position - int(ends[group] - sizes[group]), path, position)
+            rows = self._groups.pop((path, group), None)  # in one go: another thread may read too
+            if rows is None:
+                rows = file.read_row_group(group, columns=list(self._fields.names))
+        self._groups[path, group] = rows
+        if len(self._groups) > _MAX_GROUPS:
+            self._groups.popitem(last=False)
+        return self._at(rows, position - int(ends[group] - sizes[group]), path, position)
 
     def _at(self, table: Any, row: int, path: str, position: int) -> Task:
         try:

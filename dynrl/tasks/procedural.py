@@ -1,10 +1,14 @@
 """Procedural task sources of short, exactly checkable problems: first experiments, tests and benchmarks."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from dynrl.tasks.base import Draws, LeveledSource, Problem
+from dynrl.tasks.base import Draws, LeveledSource, Problem, checked_level
+
+_MAX_LENGTH = 1_000  # of digits to sort, when levels are chosen
+_MAX_DIGITS = 9  # of terms, likewise
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,14 @@ class DigitSorting(LeveledSource):
     def max_answer_chars(self) -> int:
         """As many as the prompt has digits."""
         return self.max_length
+
+    def reachable_levels(self) -> Sequence[int]:
+        """The lengths from 1 to 1,000."""
+        return range(1, max(self.max_length, _MAX_LENGTH) + 1)
+
+    def at_level(self, level: int) -> Self:
+        """Returns the source of prompts of `level` digits; ValueError where that is no length."""
+        return dataclasses.replace(self, min_length=checked_level(self, level), max_length=level)
 
     def problem(self, draws: Draws, level: int) -> Problem:
         """Returns `level` digits with the delimiter, and the digits in ascending order."""
@@ -128,6 +140,15 @@ class Arithmetic(LeveledSource):
         most_negative = term ** (terms - 1) if product else term * (terms - 1)
         return max(len(str(largest)), len(str(-most_negative)) if "-" in self.operators else 0)
 
+    def reachable_levels(self) -> list[int]:
+        """Every combination of 1 to 9 digits and 2 to 9 terms, in the order of `levels_of_sums`."""
+        return levels_of_sums(max(self.max_digits, _MAX_DIGITS))
+
+    def at_level(self, level: int) -> Self:
+        """Returns the source of this level's expressions; ValueError where it is no such combination."""
+        digits, terms = divmod(checked_level(self, level), 10)
+        return dataclasses.replace(self, min_digits=digits, max_digits=digits, min_terms=terms, max_terms=terms)
+
     def problem(self, draws: Draws, level: int) -> Problem:
         """Returns an expression of the level with its equals sign, and its value."""
         digits, num_terms = divmod(level, 10)
@@ -137,6 +158,16 @@ class Arithmetic(LeveledSource):
         operators = [self.operators[draws.below(len(self.operators))] for _ in range(num_terms - 1)]
         prompt = str(terms[0]) + "".join(op + str(term) for op, term in zip(operators, terms[1:], strict=True)) + "="
         return Problem(prompt, str(_value(terms, operators)))
+
+
+def levels_of_sums(max_digits: int) -> list[int]:
+    """Returns the levels 10 * digits + terms, of up to `max_digits` digits and 2 to 9 terms, by difficulty.
+
+    Difficulty has two dimensions there. What orders it is the length of the longest prompt, and between equals the
+    digits: 12, 13, 22, 14, 32, 23 are the easiest six. So the levels that fit a prompt length come first.
+    """
+    levels = [10 * digits + terms for digits in range(1, max_digits + 1) for terms in range(2, 10)]
+    return sorted(levels, key=lambda level: (level % 10 * (level // 10 + 1), level))
 
 
 def _value(terms: list[int], operators: list[str]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, Self
 
 from dynrl.tasks.admission import json_copy
-from dynrl.tasks.base import MAX_RETRIES, Draws, task_hash
+from dynrl.tasks.base import MAX_RETRIES, Draws, checked_level, task_hash
 from dynrl.types import Task
 
 MAX_INDEX = 2**32
@@ -60,6 +60,7 @@ class ReasoningGym:
         if not settings:
             raise ValueError("reasoning_gym: difficulty is an empty sequence")
         self._settings = [(setting, entries.make_dataset(generator, self._config, setting)) for setting in settings]
+        self._reachable: list[int] | None = None  # found when they are asked for: some generators take their time
         if generator in entries.HASH_ORDERED and os.environ.get("PYTHONHASHSEED", "random") == "random":
             raise ValueError(
                 f"reasoning_gym generator {generator!r} draws from sets of strings, whose order changes with every "
@@ -83,6 +84,27 @@ class ReasoningGym:
         """The verifier that uses the package's own scorers."""
         return {self._source: "reasoning_gym"}
 
+    def reachable_levels(self) -> list[int]:
+        """Returns the levels of the generator's curriculum, without those that the generator refuses.
+
+        Raises:
+          ValueError: if the generator has no curriculum, or the difficulty is not a level of it nor a sequence of them.
+        """
+        if self._reachable is None:
+            if not self._entries.curriculum_size(self._generator):
+                raise ValueError(f"{self._source} has no curriculum: its difficulty cannot be chosen")
+            if not all(isinstance(setting, int) for setting, _ in self._settings):
+                raise ValueError(
+                    f"{self._source}: with difficulty {self._difficulty!r} the levels of its tasks are not those of "
+                    "its curriculum: choose a difficulty such as 0 or (0, 1)"
+                )
+            self._reachable = self._entries.curriculum_levels(self._generator, self._config)
+        return self._reachable
+
+    def at_level(self, level: int) -> "ReasoningGym":
+        """Returns the source of tasks at this curriculum level; ValueError where it is not reachable."""
+        return ReasoningGym(self._generator, self._config, checked_level(self, level))
+
     def without(self, exclude: Set[str]) -> Self:
         """Returns itself: `task` draws again where a prompt is excluded."""
         del exclude
@@ -97,7 +119,7 @@ class ReasoningGym:
         """
         if not 0 <= index < MAX_INDEX:
             raise IndexError(f"{self._source}: the index must lie in [0, {MAX_INDEX}), got {index}")
-        setting, dataset = self._settings[Draws(seed, self.name, index).below(len(self._settings))]
+        setting, dataset = self._setting(seed, index)
         num_failed = 0
         for draw in range(MAX_RETRIES + 1):
             try:
@@ -114,6 +136,14 @@ class ReasoningGym:
             f"{self._source}: all {MAX_RETRIES + 1} draws at difficulty {setting} (seed {seed}, index {index}) are "
             f"among the {len(exclude)} excluded tasks; use fewer evaluation tasks, or a config with more of them"
         )
+
+    def kind(self, seed: int, index: int) -> tuple[str, int] | None:
+        """Returns source and level of the task at (seed, index); None without a difficulty: only the task says then."""
+        setting, _ = self._setting(seed, index)
+        return None if setting is None else (self._source, _level(setting, {}))
+
+    def _setting(self, seed: int, index: int) -> tuple[Any, Any]:
+        return self._settings[Draws(seed, self.name, index).below(len(self._settings))]
 
     @property
     def _source(self) -> str:

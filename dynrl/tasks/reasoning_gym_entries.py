@@ -8,10 +8,11 @@ import ast
 import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import random
 import re
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from typing import Any
@@ -39,6 +40,7 @@ HASH_ORDERED = frozenset(
 )
 _TABLE_SIZES = {"acre": 5, "gsm_symbolic": 1, "list_functions": 1}  # draw in their constructor, for this many items
 _SEED_BITS = {"pool_matrix": 32}  # seeds NumPy's global generator
+_one_at_a_time = threading.Lock()
 _CONTEXT = DefaultCurriculumContext(mode=RangeAttributeMode.UPPER_BOUND)
 _LITERALS = (str, int, float, complex, bool, type(None))
 
@@ -102,23 +104,36 @@ def make_dataset(generator: str, config: Mapping[str, Any], difficulty: Difficul
     Raises:
       ValueError: an unknown generator, field, attribute or level, with near matches; or values that it refuses.
     """
+    made = _configuration(generator, config, difficulty)
+    with _alone(0), _refusals(generator, config, difficulty):
+        return DATASETS[generator][0](config=made)
+
+
+def _configuration(generator: str, config: Mapping[str, Any], difficulty: Difficulty) -> Any:
     where = f"reasoning_gym generator {generator!r}"
     if generator not in GENERATORS:
         raise ValueError(f"unknown {where}{near(generator, GENERATORS)}; there are {', '.join(sorted(GENERATORS))}")
-    dataset_class, config_class = DATASETS[generator]
+    _, config_class = DATASETS[generator]
     fields = {field.name: field for field in dataclasses.fields(config_class) if field.name not in ("seed", "size")}
     for key in config:
         if key not in fields:
             raise ValueError(f"{where} has no field {key!r}{near(key, fields)}; it has {', '.join(fields)}")
-    try:
+    with _refusals(generator, config, difficulty):
         values = {} if difficulty is None else _curriculum_values(generator, difficulty, fields)
         for key, value in config.items():
             as_tuple = isinstance(value, list) and isinstance(fields[key].default, tuple)  # JSON has no tuples
             values[key] = tuple(value) if as_tuple else value
         made = config_class(**values, seed=0, size=_TABLE_SIZES.get(generator, 1))
         getattr(made, "validate", lambda: None)()
-        return dataset_class(config=made)
+        return made
+
+
+@contextlib.contextmanager
+def _refusals(generator: str, config: Mapping[str, Any], difficulty: Difficulty) -> Iterator[None]:
+    try:
+        yield
     except (AssertionError, TypeError, ValueError) as error:
+        where = f"reasoning_gym generator {generator!r}"
         raise ValueError(f"{where}, config {dict(config)}, difficulty {difficulty}: {error}") from error
 
 
@@ -128,10 +143,21 @@ def curriculum_size(generator: str) -> int:
     return max((len(attribute.levels) for attribute in attributes.values()), default=0)
 
 
+def curriculum_levels(generator: str, config: Mapping[str, Any]) -> list[int]:
+    """Returns the global levels, in ascending order; some curricula have levels that their generator refuses."""
+    levels = []
+    for level in range(curriculum_size(generator)):
+        with contextlib.suppress(ValueError):
+            _configuration(generator, config, level)
+            levels.append(level)
+    return levels
+
+
 def make_entry(generator: str, dataset: ProceduralDataset, number: int) -> dict[str, Any]:
     """Returns the entry with this number: a pure function of it and the dataset's configuration.
 
-    reasoning-gym seeds an item with seed + index, so this one sum is all that tells items apart.
+    reasoning-gym seeds an item with seed + index, so this one sum is all that tells items apart. Threads wait for each
+    other here.
 
     Raises:
       Exception: whatever the generator raises where it finds no item.
@@ -139,12 +165,12 @@ def make_entry(generator: str, dataset: ProceduralDataset, number: int) -> dict[
     if generator in _SEED_BITS:
         digest = hashlib.blake2b(str(number).encode()).digest()
         number = int.from_bytes(digest[: _SEED_BITS[generator] // 8], "little")
-    if generator in _TABLE_SIZES:
-        config = dataclasses.replace(dataset.config, seed=number)
-        return _quietly(type(dataset)(config=config), number)
-    dataset.seed = dataset.config.seed = number  # survo reads the one, the others the other
-    dataset.size = 1  # word_ladder lowers it where it finds no item
-    return _quietly(dataset, number)
+    with _alone(number):
+        if generator in _TABLE_SIZES:
+            return type(dataset)(config=dataclasses.replace(dataset.config, seed=number))[0]
+        dataset.seed = dataset.config.seed = number  # survo reads the one, the others the other
+        dataset.size = 1  # word_ladder lowers it where it finds no item
+        return dataset[0]
 
 
 def entry_text(entry: Mapping[str, Any]) -> str:
@@ -188,21 +214,33 @@ def _dataset(generator: str, config: str, difficulty: str) -> ProceduralDataset:
     return make_dataset(generator, json.loads(config), json.loads(difficulty))
 
 
-def _quietly(dataset: ProceduralDataset, number: int) -> dict[str, Any]:
-    with _own_globals(number), contextlib.redirect_stdout(io.StringIO()):
-        return dataset[0]
-
-
 @contextlib.contextmanager
-def _own_globals(seed: int) -> Iterator[None]:
-    """Some generators draw from the interpreter's global generators, or seed them: theirs must be theirs alone."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
+def _alone(seed: int) -> Iterator[None]:
+    """Some generators draw from the interpreter's global generators, or seed them: theirs must be theirs alone.
+
+    They are for one thread at a time. What this thread prints is dropped.
+    """
+    with _one_at_a_time, contextlib.redirect_stdout(_OthersOnly()):  # pyright: ignore[reportArgumentType]
+        python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+class _OthersOnly:
+    """Stdout without what this thread writes: other threads go on printing."""
+
+    def __init__(self):
+        self._stdout, self._silent = sys.stdout, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stdout, name)
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._silent else self._stdout.write(text)
 
 
 def _literal(value: Any) -> Any:

@@ -80,6 +80,8 @@ BUILT_IN: dict[str, str] = {
     "integer_match": "dynrl.tasks.rewards:integer_match",
     "math_verify": "dynrl.tasks.math_answers:math_verify",
     "prefix_fraction": "dynrl.tasks.rewards:prefix_fraction",
+    "program_output": "dynrl.tasks.proposal_kinds.program:program_output",
+    "proposal": "dynrl.tasks.proposal_kinds.verifier:proposal",
     "reasoning_gym": "dynrl.tasks.reasoning_gym_entries:reasoning_gym",
 }
 

@@ -16,6 +16,7 @@ BUILT_IN_SOURCES: Mapping[str, str] = {
     "mixture": "dynrl.tasks.mixture:Mixture",
     "parquet": "dynrl.tasks.parquet:Parquet",
     "reasoning_gym": "dynrl.tasks.reasoning_gym:ReasoningGym",
+    "self_propose": "dynrl.tasks.proposal_kinds.source:ProposerTasks",
 }
 _SOURCE_MEMBERS = (
     "name", "kwargs", "levels", "alphabet", "max_prompt_chars", "max_answer_chars", "num_tasks", "verifiers", "task",

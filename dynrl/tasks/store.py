@@ -1,24 +1,24 @@
 """Where tasks live: a training store that only grows, and frozen sets for evaluation.
 
 A store's base region is computed from its source when asked for, never held; what is appended is held with its
-provenance. Ids are positions, so they are stable and never reused, and the store's length is its version. Evaluation
-tasks are another type, without an append.
+provenance, and written to a log where there is one. Ids are positions, so they are stable and never reused, and the
+store's length is its version. Evaluation tasks are another type, without an append.
 """
 
 import bisect
-import functools
-import json
-import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from etils import epath
 
 from dynrl.tasks.admission import admitted, checked_id, digest_of, from_row, refuse_excluded, row_of
 from dynrl.tasks.base import TaskSource, task_hash
+from dynrl.tasks.kinds import KindTable
+from dynrl.tasks.outcomes import Kind
+from dynrl.tasks.store_base import GivenTasks, StoreBase
+from dynrl.tasks.store_log import StoreLog
 from dynrl.types import Task
-
-_NUM_PROBES = 16  # base tasks that the fingerprint covers; some generators take seconds for one
-_NUM_CACHED = 8192  # of the base, those looked up last
 
 
 class FrozenTasks:
@@ -125,17 +125,12 @@ class TaskStore:
 
     def __init__(self, source: TaskSource, seed: int, num_tasks: int | None, exclude: Set[str] = frozenset()):
         self._exclude = frozenset(exclude)
-        self._source = source.without(self._exclude)
-        self._seed = operator.index(seed)
-        self._num_base = _base_size(self._source, num_tasks)
-        if self._seed < 0:
-            raise ValueError(f"seed must be at least 0, got {seed}")
-        self.num_excluded = (source.num_tasks or 0) - (self._source.num_tasks or 0)
-        # A task is looked up when it is drawn, dispatched and tried again, and some take long to make.
-        self._base_task = functools.lru_cache(_NUM_CACHED)(self._make_base_task)
+        self._base = StoreBase(source, seed, num_tasks, self._exclude)
+        self.num_excluded = self._base.num_excluded
         self._appended: list[Task] = []
         self._appends: list[dict[str, Any]] = []  # one per append that held tasks, in order of first_id
-        self._identity = self._base_identity()
+        self._log: StoreLog | None = None
+        self._kinds = KindTable(self._find_kinds)
 
     @classmethod
     def from_tasks(cls, tasks: Iterable[Task], exclude: Set[str] = frozenset()) -> "TaskStore":
@@ -143,17 +138,61 @@ class TaskStore:
 
         Raises ValueError, naming the position, for a task whose prompt is in `exclude`.
         """
-        given = _GivenTasks(tuple(admitted(task, i, f"tasks[{i}]") for i, task in enumerate(tasks)))
+        given = GivenTasks(tuple(admitted(task, i, f"tasks[{i}]") for i, task in enumerate(tasks)))
         for i, task in enumerate(given.tasks):
             refuse_excluded(task, exclude, f"tasks[{i}]")
         return cls(given, 0, None, exclude)
 
     def __len__(self) -> int:
-        return self._num_base + len(self._appended)
+        return len(self._base) + len(self._appended)
+
+    @property
+    def num_base(self) -> int:
+        """How many tasks the base has: the first so many ids."""
+        return len(self._base)
 
     def get(self, ids: Sequence[int]) -> list[Task]:
         """Returns the tasks with these ids; IndexError names a bad one."""
-        return [self._task(checked_id(task_id, len(self))) for task_id in ids]
+        num_base = len(self._base)
+        positions = [checked_id(task_id, len(self)) for task_id in ids]
+        return [self._base.task(i) if i < num_base else self._appended[i - num_base] for i in positions]
+
+    def view(self, length: int) -> "TasksView":
+        """Returns the first `length` tasks, for reading from any thread while this store grows."""
+        if not 0 <= length <= len(self):
+            raise ValueError(f"a view of {length} tasks: the store has {len(self)}")
+        return TasksView(self, length)
+
+    def open_log(self, path: epath.PathLike, writes: bool = True) -> None:
+        """Has every append from now on written to a file; `state_dict` then says how far it went.
+
+        A new run begins the file anew, with its first append; a restored one goes on behind what its checkpoint knows.
+
+        Args:
+          path: local or gs://.
+          writes: whether this process writes the file. Of several processes one does; all do the same appends.
+
+        Raises:
+          ValueError: the store has appended tasks already, or a log.
+        """
+        if self._appended or self._log:
+            raise ValueError(f"{path}: open the log once, before the first append")
+        self._log = StoreLog(path, writes)
+
+    def kinds(self, ids: Sequence[int] | np.ndarray) -> list[Kind]:
+        """Returns source and level of the tasks with these ids, by `TaskSource.kind`; IndexError names a bad one."""
+        codes, kinds = self.kind_codes(ids)
+        return [kinds[code] for code in codes.tolist()]
+
+    def kind_codes(self, ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, Sequence[Kind]]:
+        """Returns `kinds` as int32 [len(ids)] and a table in which these numbers are positions.
+
+        The table only grows. Its order follows from what was asked for, so that nothing may be decided by it.
+        """
+        ids = np.asarray(ids, dtype=np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
+            checked_id(int(ids[(ids < 0) | (ids >= len(self))][0]), len(self))
+        return self._kinds.codes(ids, len(self)), self._kinds.kinds
 
     def append(
         self, new: Sequence[Task], *, step: int | None = None, version: int | None = None, generator: str | None = None
@@ -171,6 +210,7 @@ class TaskStore:
 
         Raises:
           TypeError, ValueError: at a wrong type, unknown parent, task_id or excluded prompt, naming the index in `new`.
+          OSError: the log cannot be written.
         """
         first = len(self)
         checked = []
@@ -185,112 +225,79 @@ class TaskStore:
             refuse_excluded(task, self._exclude, where)
         if checked:
             made = {"step": step, "version": version, "generator": generator}
-            self._appends.append({"first_id": first, "count": len(checked), **made})
+            record = {"first_id": first, "count": len(checked), **made}
+            if self._log:
+                self._log.write(record, map(row_of, checked))
+            self._appends.append(record)
         self._appended.extend(checked)
         return range(first, first + len(checked))
 
     def provenance(self, task_id: int) -> dict[str, Any] | None:
         """Returns what `append` recorded with a task, and the append's first_id and count; None for a base task."""
-        if checked_id(task_id, len(self)) < self._num_base:
+        if checked_id(task_id, len(self)) < len(self._base):
             return None
         position = bisect.bisect_right(self._appends, task_id, key=lambda record: record["first_id"])
         return dict(self._appends[position - 1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what identifies the base, the appended tasks, and the record of each append."""
-        return {
-            "base": dict(self._identity),
-            "appended": [row_of(task) for task in self._appended],
-            "appends": [dict(record) for record in self._appends],
-        }
+        """Returns what identifies the base, the appended tasks, and the record of each append.
+
+        With a log, where it stands instead of its contents; what it holds is on the disk then.
+        """
+        base = dict(self._base.identity)
+        if self._log:
+            return {"base": base, "log": {**self._log.state_dict(), "num_tasks": len(self._appended)}}
+        appends = [dict(record) for record in self._appends]
+        return {"base": base, "appended": [row_of(task) for task in self._appended], "appends": appends}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the appended tasks of a store with the same base, in place of this store's.
 
         Raises:
-          ValueError: if the base differs, naming each difference; or if the records do not fit the tasks.
+          ValueError: if the base differs, naming each difference; if the records do not fit the tasks; or if the log
+            is not open or not as it was, naming its file and line.
         """
-        theirs, ours = state["base"], self._identity
-        changed = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
-        if changed:
-            differences = [f"{key} was {theirs.get(key)!r} and is {ours.get(key)!r}" for key in changed]
-            raise ValueError(f"the saved task store has another base: {'; '.join(differences)}")
-        tasks = [from_row(row, self._num_base + i) for i, row in enumerate(state["appended"])]
-        next_id = self._num_base
-        for record in state["appends"]:
+        self._base.refuse_other(state["base"])
+        appends, rows = self._saved(state)
+        first_id = next_id = len(self._base)
+        tasks = [from_row(row, first_id + i) for i, row in enumerate(rows)]
+        for record in appends:
             if record["first_id"] != next_id:
                 raise ValueError(f"a saved append starts at id {record['first_id']}, where {next_id} is next")
             next_id += record["count"]
-        if next_id != self._num_base + len(tasks):
-            raise ValueError(f"the saved appends end at id {next_id}, the tasks at {self._num_base + len(tasks)}")
+        if next_id != first_id + len(tasks):
+            raise ValueError(f"the saved appends end at id {next_id}, the tasks at {first_id + len(tasks)}")
         self._appended = tasks
-        self._appends = [dict(record) for record in state["appends"]]
+        self._appends = [dict(record) for record in appends]
+        self._kinds.forget_from(len(self._base))
 
-    def _task(self, task_id: int) -> Task:
-        if task_id >= self._num_base:
-            return self._appended[task_id - self._num_base]
-        return self._base_task(task_id)
+    def _saved(self, state: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Returns the records of the appends and the rows of their tasks, from the log or the state itself."""
+        if ("log" in state) != (self._log is not None):
+            theirs, ours = ("a log", "has none open") if "log" in state else ("the checkpoint", "has a log")
+            raise ValueError(f"the saved store's tasks lie in {theirs}, and this store {ours}: see `open_log`")
+        return self._log.load_state_dict(state["log"]) if self._log else (state["appends"], state["appended"])
 
-    def _make_base_task(self, task_id: int) -> Task:
-        task = self._source.task(self._seed, task_id, self._exclude)
-        return admitted(task, task_id, f"{self._source.name}: task {task_id}")
-
-    def _base_identity(self) -> dict[str, Any]:
-        probes = [self._task(i) for i in range(min(_NUM_PROBES, self._num_base))]
-        for i, task in enumerate(probes):
-            refuse_excluded(task, self._exclude, f"{self._source.name}: task {i}")
-        identity = {
-            "source": self._source.name,
-            "kwargs": dict(self._source.kwargs),
-            "seed": self._seed,
-            "num_tasks": self._num_base,
-            "exclude": digest_of(sorted(self._exclude)),
-            "fingerprint": digest_of(map(row_of, probes)),
-        }
-        return json.loads(json.dumps(identity))
+    def _find_kinds(self, ids: Sequence[int]) -> list[Kind]:
+        num_base = len(self._base)
+        appended = ((x.source, x.level) for x in (self._appended[i - num_base] for i in ids if i >= num_base))
+        return [self._base.kind(i) if i < num_base else next(appended) for i in ids]
 
 
-@dataclass(frozen=True)
-class _GivenTasks:
-    """Tasks of a user's own as a source: task `index` is the one at that position, whatever the seed."""
+class TasksView:
+    """The first tasks of a store, to read: later ones are not in it.
 
-    tasks: tuple[Task, ...]
-    name = "given_tasks"
-    alphabet = None
-    max_prompt_chars = None
-    max_answer_chars = None
+    Args:
+      store: may grow meanwhile.
+      length: how many tasks there are to see.
+    """
 
-    @property
-    def num_tasks(self) -> int:
-        return len(self.tasks)
+    def __init__(self, store: TaskStore, length: int):
+        self._store, self._length = store, length
 
-    @property
-    def verifiers(self) -> dict[str, str]:
-        return {}  # they name none: a configuration must
+    def __len__(self) -> int:
+        return self._length
 
-    def without(self, exclude: Set[str]) -> "_GivenTasks":
-        del exclude  # none of them is: `from_tasks` has refused those
-        return self
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        return {"contents": digest_of(map(row_of, self.tasks))}
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        return tuple(sorted({task.level for task in self.tasks}))
-
-    def task(self, seed: int, index: int, exclude: Set[str] = frozenset()) -> Task:
-        del seed, exclude  # none is excluded: `from_tasks` has refused those
-        return self.tasks[index]
-
-
-def _base_size(source: TaskSource, num_tasks: int | None) -> int:
-    if num_tasks is None and source.num_tasks is None:
-        raise ValueError(f"{source.name} has no end: say how many training tasks to take")
-    size = operator.index(source.num_tasks or 0) if num_tasks is None else operator.index(num_tasks)
-    if size < 0:
-        raise ValueError(f"num_tasks must be at least 0, got {num_tasks}")
-    if source.num_tasks is not None and size > source.num_tasks:
-        raise ValueError(f"{source.name} has {source.num_tasks} training tasks, fewer than the {size} asked for")
-    return size
+    def get(self, ids: Sequence[int]) -> list[Task]:
+        """Returns the tasks with these ids; IndexError names a bad one."""
+        return self._store.get([checked_id(task_id, self._length) for task_id in ids])

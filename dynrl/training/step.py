@@ -149,7 +149,11 @@ def prepare(state: TrainState, batch: TrainBatch, config: RunConfig, on_policy: 
         advantages_BG, trains_BG = jnp.zeros(live_BG.shape, jnp.float32), live_BG
     else:
         rewards = estimator_input(batch, config)
-        advantages_BG = group_advantages(rewards, live_BG, estimator=c.estimator, **c.estimator_kwargs)
+        roles = (0, 1) if config.self_propose.kind and ESTIMATORS[c.estimator].batch_normalised else (None,)
+        advantages_BG = jnp.zeros(live_BG.shape, jnp.float32)
+        for role in roles:  # proposer and solver are normalised apart: their rewards have nothing in common
+            live = live_BG if role is None else live_BG & (batch.role_B == role)[:, None]
+            advantages_BG += group_advantages(rewards, live, estimator=c.estimator, **c.estimator_kwargs)
         trains_BG = advantages_BG != 0
     old_BGT = None if on_policy else _logprobs(state.params, batch, config)[0]
     ref_BGT = _logprobs(state.reference, batch, config)[0] if c.kl_coef else None

@@ -42,7 +42,7 @@ def measure(arm: str, steps: int) -> dict[str, list[float]]:
 
     def timed_parts(run_config: Any) -> Any:
         parts = build(run_config)
-        draw, dispatch = parts.selector.draw, parts.producer.dispatch
+        draw, dispatch = parts.selection.draw, parts.producer.dispatch
 
         def timed(function: Any, first: bool) -> Any:
             def call(*args: Any) -> Any:
@@ -54,7 +54,7 @@ def measure(arm: str, steps: int) -> dict[str, list[float]]:
 
             return call
 
-        parts.selector.draw = timed(draw, True)
+        parts.selection.draw = timed(draw, True)
         parts.producer.dispatch = timed(dispatch, False)
         return parts
 

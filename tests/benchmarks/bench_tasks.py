@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from dynrl.models.tokenizer import CharTokenizer
+from dynrl.tasks.base import Draws
 from dynrl.tasks.procedural import Arithmetic, DigitSorting
+from dynrl.tasks.proposal_kinds.base import make_kind
 from dynrl.tasks.selectors import EpochSelector, UniformSelector, VisitCounter
 from dynrl.tasks.sources import make_source
 from dynrl.tasks.store import TaskStore, make_frozen
@@ -58,6 +60,14 @@ def bench_selection() -> None:
     new = [Task(-1, "made", f"{i}+1=", str(i + 1), 1, (i,), {"kind": "sum"}) for i in range(1_000)]
     report("append_1000", 20, lambda: store.append(new, step=1, version=1, generator="benchmark"))
     report("epoch_draw_4096_after_appends", 150, lambda: epoch.draw(4_096, store))
+    with tempfile.TemporaryDirectory() as folder:
+        logged = TaskStore(source, 0, 1_000, exclude)
+        logged.open_log(Path(folder) / "tasks.jsonl")
+        for size in ("thousand", "million"):
+            while len(logged) < (1_000_000 if size == "million" else 2_000):
+                logged.append(new, step=1, version=1, generator="benchmark")
+            report(f"append_1000_to_a_logged_{size}", 20, lambda: logged.append(new, step=1, version=1))
+            report(f"state_of_a_logged_{size}", 5, logged.state_dict)
     tokenizer = CharTokenizer(source.alphabet, multiple_of=8)
     rng = np.random.default_rng(0)
     tokens_NT, lengths_N = rng.integers(0, 13, (512, 12)), rng.integers(0, 13, 512)
@@ -102,6 +112,16 @@ def bench_sources(folder: Path) -> None:
         report(f"task_of_{name}", goals.get(name, 3), lambda store=store, ids=ids: store.get(ids), len(ids))
 
 
+def bench_proposals() -> None:
+    """Milliseconds per proposal that is accepted, and for a program that would never end."""
+    for name, goal in (("digits", 1), ("expression", 1), ("program", 5)):
+        kind = make_kind(name)
+        texts = [kind.example(Draws(0, name, index)) for index in range(200)]
+        report(f"proposal_of_{name}", goal, lambda kind=kind, texts=texts: [kind.read(text) for text in texts], 200)
+    endless = "def f(x):\n    while True:\n        x += 1\nf(1)"
+    report("proposal_of_an_endless_program", 100, lambda: make_kind("program").read(endless))
+
+
 def bench_verifiers() -> None:
     """Milliseconds per group of 8 through the pool with one worker; and for its main thread, to submit them."""
     numbers = [("12", "#### 12"), ("13", "The answer is 13."), ("14", "no"), ("15", "#### 1,5")]
@@ -116,6 +136,8 @@ def bench_verifiers() -> None:
             ["1+2*3", "(4-1)/3", "x", "7"] * 2,
         ),
     }
+    proposers = make_source("self_propose", kind="digits")
+    work["proposal"] = ([proposers.task(0, i) for i in range(NUM_GROUPS)], ["3142", "77", "x", "12345678901"] * 2)
     if not missing("group_by_math_verify", "math_verify"):
         work["math_verify"] = ([Task(i, "s", "p", r"\frac{24}{2}") for i in range(NUM_GROUPS)], latex)
         work["math_verify_of_plain_numbers"] = (
@@ -145,6 +167,7 @@ def main() -> None:
     bench_selection()
     with tempfile.TemporaryDirectory() as folder:
         bench_sources(Path(folder))
+    bench_proposals()
     bench_verifiers()
 
 

@@ -29,6 +29,7 @@ from dynrl.models import sharding
 from dynrl.rollout.controller import apply
 from dynrl.rollout.producer import Producer
 from dynrl.rollout.turns import TurnPlayer
+from dynrl.tasks.store import TaskStore
 from dynrl.tasks.verifiers import VerifierPoolError, Verifiers
 from dynrl.types import Groups, Payload
 
@@ -237,7 +238,9 @@ def replay(spec, folder):
         def parts_of(config, witness=witness):
             sampler = Replayer(shared.sampler, shared.mesh, num_rows, spec["rollouts"])
             verifiers = Verifiers({shared.source.name: config.reward.verifier})
-            parts = with_sampler(dataclasses.replace(shared, verifiers=verifiers, pools=[verifiers]), sampler)
+            store = TaskStore(shared.source, config.seed, len(shared.store), shared.eval_tasks.hashes)
+            fresh = dataclasses.replace(shared, store=store, verifiers=verifiers, pools=[verifiers])
+            parts = with_sampler(fresh, sampler)
             parts = dataclasses.replace(parts, producer=producer_of(parts))
             return witness.watch(parts, lambda num: os.kill(os.getpid(), signal.SIGINT))  # ends after the step
 

@@ -17,19 +17,20 @@ from run_helpers import ROOT, child_environment, quick_build, reproducible, writ
 
 import dynrl
 
-NUM_STEPS = 40
-NUM_KILLS = 10
+NUM_STEPS = 60
+NUM_KILLS = 20
 DEADLINE_SECS = 240
 
 
 @pytest.fixture(scope="module")
 def config(tiny_config):
-    """Surplus in nearly every step, carried; checkpoints written in the background at every second one."""
+    """Surplus in nearly every step, carried, and new tasks after it; checkpoints in the background at every second."""
     return tiny_config(
         num_steps=NUM_STEPS, progress="plain", tensorboard=False, model__num_layers=1, train__learning_rate=0.003,
         reward__verifier="user_code:coin", warm_start__num_steps=4, warm_start__batch_size=16,
         dynamic_sampling__oversample=1.5, dynamic_sampling__refill="full", evaluation__every_steps=6,
-        checkpoint__every_steps=2,
+        checkpoint__every_steps=2, generation__generator="user_generators:Random", generation__admit_after_steps=2,
+        generation__self_check=False, generation__probe_samples=4, tasks__new_first=True,
     )  # fmt: skip
 
 
@@ -114,10 +115,13 @@ def check_same(folder: Path, name: str) -> None:
     whole = weights(folder / "whole")
     assert jax.tree.leaves(whole)
     jax.tree.map(np.testing.assert_array_equal, weights(folder / name), whole)
+    log = (folder / "whole" / "tasks.jsonl").read_bytes()
+    assert log.count(b'"prompt"') > NUM_STEPS // 2  # tasks that were generated on the way, with their ids
+    assert (folder / name / "tasks.jsonl").read_bytes() == log
 
 
 @pytest.mark.slow
-def test_a_run_killed_ten_times_is_the_run_that_was_not(place):
+def test_a_run_killed_twenty_times_is_the_run_that_was_not(place):
     rng = random.Random(5)
     kills, lives, carried, progress = 0, 0, 0, []
     while kills < NUM_KILLS:

@@ -22,6 +22,7 @@ from dynrl.rollout.events import (
     Draw,
     Drawn,
     Free,
+    GroupsDeferred,
     GroupsGenerated,
     GroupsJudged,
     Judgement,
@@ -121,6 +122,7 @@ class Simulation:
       durations: ticket -> ticks of generation and of judgement.
       train_ticks: a step takes, where it overlaps with generation.
       lost: ticket -> whether infrastructure loses this attempt before it is judged.
+      deferred: ticket -> whether its verdict waits for those of others.
       hook: called after every event.
       visit_period: tasks come again after as many draws.
     """
@@ -131,6 +133,7 @@ class Simulation:
     durations: Callable[[Ticket], tuple[int, int]] = no_time
     train_ticks: int = 5
     lost: Callable[[Ticket], bool] = lambda ticket: False
+    deferred: Callable[[Ticket], bool] = lambda ticket: False
     hook: Callable[[Any], None] | None = None
     visit_period: int = 50
     state: ControllerState = field(init=False)
@@ -140,12 +143,16 @@ class Simulation:
     # The book: what the commands and events said, never read from the state.
     in_flight: dict = field(default_factory=dict)  # ticket -> (when, Ticket)
     judging: dict = field(default_factory=dict)
+    waiting: dict = field(default_factory=dict)  # deferred
+    most_waiting: int = 0
     ready: set = field(default_factory=set)
     held: set = field(default_factory=set)
     buffer: dict = field(default_factory=dict)  # ticket -> its payload's hash, from judgement to training
     train_due: Any = None  # when a step that was under way at the checkpoint is done
     training: Any = None  # (when, tickets)
-    ended: dict = field(default_factory=lambda: dict.fromkeys(("trained", "failed", "filtered", "stale", "freed"), 0))
+    ended: dict = field(
+        default_factory=lambda: dict.fromkeys(("trained", "failed", "filtered", "stale", "freed", "cancelled"), 0)
+    )
     num_dispatched: int = 0
     executed: list = field(default_factory=list)  # Draw, Train and Stop as executed
     tickets: list = field(default_factory=list)  # by number, as first dispatched
@@ -209,7 +216,7 @@ class Simulation:
                 self.judging[number] = self.now + self.durations(ticket)[1], ticket
         elif isinstance(event, GroupsJudged):
             for j in event.judgements:
-                _, ticket = self.judging.pop(j.ticket)
+                _, ticket = (self.judging if j.ticket in self.judging else self.waiting).pop(j.ticket)
                 holds = j.signal and self.config.dynamic_sampling.on_exhausted == "relax"
                 if j.verdict is Verdict.KEPT or holds:  # what is too old is freed
                     self.buffer[j.ticket] = payload_of(ticket)
@@ -219,6 +226,11 @@ class Simulation:
                     self.held.add(j.ticket)
                 else:
                     self.ended[j.verdict] += 1
+        elif isinstance(event, GroupsDeferred):
+            for number in event.tickets:
+                _, ticket = self.judging.pop(number)
+                self.waiting[number] = self.now + 3 * sum(self.durations(ticket)), ticket
+            self.most_waiting = max(self.most_waiting, len(self.waiting))
         elif isinstance(event, AttemptsFailed):
             for number in event.tickets:
                 (self.in_flight if number in self.in_flight else self.judging).pop(number)
@@ -281,7 +293,7 @@ class Simulation:
 
     def _produce(self):
         """The events of the next moment at which something happens; each group is generated before it is judged."""
-        times = [w for w, _ in self.in_flight.values()] + [w for w, _ in self.judging.values()]
+        times = [w for held in (self.in_flight, self.judging, self.waiting) for w, _ in held.values()]
         if self.training:
             times.append(self.training[0])
         assert times, "the controller waits, and nothing is under way"
@@ -292,7 +304,12 @@ class Simulation:
         elif done:
             self.apply(GroupsGenerated(tuple(done)))
         elif judged := sorted(n for n, (when, _) in self.judging.items() if when <= self.now):
-            self.apply(GroupsJudged(tuple(self.judgement(self.judging[n][1]) for n in judged)))
+            if deferred := [n for n in judged if self.deferred(self.judging[n][1])]:
+                self.apply(GroupsDeferred(tuple(deferred)))
+            else:
+                self.apply(GroupsJudged(tuple(self.judgement(self.judging[n][1]) for n in judged)))
+        elif waited := sorted(n for n, (when, _) in self.waiting.items() if when <= self.now):
+            self.apply(GroupsJudged(tuple(self.judgement(self.waiting[n][1]) for n in waited)))
         else:
             self._trained()
 
@@ -319,19 +336,20 @@ class Simulation:
         self.ready |= relaxed
         assert totals["dispatched"] == self.num_dispatched
         assert (totals["trained"], totals["failed"]) == (self.ended["trained"], self.ended["failed"])
-        gone = self.ended["filtered"] + self.ended["stale"] + self.ended["freed"]
+        gone = sum(self.ended[name] for name in ("filtered", "stale", "freed", "cancelled"))
         assert sum(dropped.values()) == gone
         assert dropped["filtered"] >= self.ended["filtered"]
-        assert dropped["cancelled"] == 0
+        assert dropped["cancelled"] == self.ended["cancelled"]
         for phase, numbers in (
             ("ready", self.ready), ("held", self.held), ("judging", self.judging), ("in_flight", self.in_flight),
+            ("deferred", self.waiting),
         ):  # fmt: skip
             if phase == "ready" and any(isinstance(c, Train) for c in self.queue):
                 continue  # the state has them in training already
             assert self.state.ledger.open[Phase(phase)].keys() == set(numbers), phase
         num_open = sum(totals[str(phase)] for phase in Phase)
         assert totals["dispatched"] == totals["trained"] + totals["failed"] + sum(dropped.values()) + num_open
-        assert num_open - len(self.held) <= self.state.schedule.max_open
+        assert num_open - len(self.held) <= self.state.schedule.max_open + self.most_waiting
         assert len(self.held) <= self.state.batch_size
         assert self.buffer.keys() == self.ready | self.held
         ledger = self.state.ledger
@@ -353,7 +371,7 @@ class Simulation:
         """A new process that goes on from a snapshot of this run; with the sampler's work, or without."""
         document, book, _ = snapshot
         again = Simulation(
-            self.config, self.verdict, self.num_tasks, self.durations, self.train_ticks, self.lost,
+            self.config, self.verdict, self.num_tasks, self.durations, self.train_ticks, self.lost, self.deferred,
             visit_period=self.visit_period,
         )  # fmt: skip
         again.state.load_state_dict(json.loads(document))
@@ -368,14 +386,15 @@ class Simulation:
         again.training = None
         if not in_flight:
             again.in_flight |= again.judging  # the process that had it is gone
-            again.judging = {}
+            again.ended["cancelled"] += len(again.waiting)
+            again.judging, again.waiting = {}, {}
         again.tickets = self.tickets[: again.state.ledger.dispatched]
         return again
 
 
 _BOOK = (
-    "now", "drawn", "in_flight", "judging", "ready", "held", "buffer", "training", "ended", "num_dispatched", "trains",
-    "ages",
+    "now", "drawn", "in_flight", "judging", "waiting", "most_waiting", "ready", "held", "buffer", "training", "ended",
+    "num_dispatched", "trains", "ages",
 )  # fmt: skip
 
 

@@ -554,7 +554,7 @@ def test_a_selection_that_is_no_batch_names_the_schedule(monkeypatch, chosen, wh
 
 def test_attempts_are_counted_by_cause():
     """One failure of the infrastructure leaves the task's data its own attempts."""
-    causes = iter(["infra", "data", "infra", "data"])
+    causes: Any = iter(["infra", "data", "infra", "data"])
     failure = {"max_infra_attempts_per_prompt": 3, "max_data_attempts_per_prompt": 2, "retry_backoff_secs": 0.0}
 
     def judge(ticket):

@@ -108,7 +108,7 @@ def test_restart_puts_work_back_in_flight():
     ledger.move([0, 2], Phase.JUDGING)
     ledger.move([2], Phase.READY)
     assert [t.ticket for t in ledger.restart()] == [0, 1]
-    assert [ledger.level(phase) for phase in Phase] == [2, 0, 1, 0, 0]
+    assert [ledger.level(phase) for phase in Phase] == [2, 0, 0, 1, 0, 0]
     ledger.check()
 
 

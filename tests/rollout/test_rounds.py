@@ -200,8 +200,8 @@ def test_the_buffer_holds_exactly_the_kept_groups(mesh1, parts):
     assert np.asarray(batch.live_BG)[:2].all()
     assert np.asarray(batch.payload.tokens_PGT)[0, 0].tolist() == [*TOKENIZER.encode("123"), 0]
     assert np.asarray(batch.real_B).tolist() == [True, True, False, False]
-    assert RECORD.names == ("score", "metric", "length", "live", "tokens", "step", "version")
-    assert buffer.records([7]).tolist() == [(1, 1, 4, 2, 4, 1, 0)]
+    assert RECORD.names == ("score", "metric", "length", "live", "tokens", "step", "version", "role")
+    assert buffer.records([7]).tolist() == [(1, 1, 4, 2, 4, 1, 0, 0)]
 
 
 def test_a_rollout_that_the_sampler_lost_is_dead(mesh1, parts):

@@ -23,6 +23,7 @@ from simulation import (
     random_judgement,
     randomly_lost,
     run_at_once,
+    unit,
 )
 
 from dynrl.config import from_mapping, to_mapping
@@ -97,6 +98,7 @@ WORLD = st.fixed_dictionaries(
         "fail": st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.95]),
         "stale": st.sampled_from([0.0, 0.05]),
         "lost": st.sampled_from([0.0, 0.0, 0.1, 0.9]),
+        "deferred": st.sampled_from([0, 0, 0, 0.1, 0.5]),
         "num_tasks": st.none() | st.integers(0, 60),
         "train_ticks": st.integers(0, 30),
         "seed": st.integers(0, 10**6),
@@ -120,7 +122,8 @@ def make_run(world, schedule, sampling, policies, failure, num_steps=4, hook=Non
     seed = world["seed"]
     return Simulation(
         config, random_judgement(seed, world["keep"], world["fail"], world["stale"]), world["num_tasks"],
-        random_durations(seed), world["train_ticks"], randomly_lost(seed, world["lost"]), hook,
+        random_durations(seed), world["train_ticks"], randomly_lost(seed, world["lost"]),
+        lambda ticket: unit("deferred", seed, ticket.task_id) < world["deferred"], hook,
     )  # fmt: skip
 
 
@@ -159,6 +162,7 @@ def watch(run):
                     ticket.for_step < 0
                     or state.filling <= ticket.for_step
                     or ticket.ticket in state.ledger.open[Phase.TRAINING]
+                    or ticket.ticket in state.ledger.open[Phase.DEFERRED]
                 )
 
 
@@ -260,7 +264,7 @@ def test_state_is_bounded_by_what_is_open(name, mode):
     schedule = {"name": name, "mode": mode, "max_lookahead_versions": 1, "max_staleness_versions": 1}
     world = {
         "batch_size": 2, "updates": 1, "keep": 0.6, "fail": 0.05, "stale": 0.02, "lost": 0.05, "num_tasks": None,
-        "train_ticks": 20, "seed": 3,
+        "deferred": 0.1, "train_ticks": 20, "seed": 3,
     }  # fmt: skip
     run = make_run(world, schedule, options, budgets, failure, 200, hook).run()
     assert run.stop == Stop("all 200 steps were made", failed=False)

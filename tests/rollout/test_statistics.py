@@ -205,8 +205,8 @@ def test_the_ledger_is_shown():
     row = RolloutStatistics("score").row(ledger.totals(), {}, RATES, 0)
     shown = {k.removeprefix("ledger/"): v for k, v in row.items() if k.startswith("ledger/")}
     assert shown == {
-        "dispatched": 3, "trained": 0, "failed": 1, "dropped": 0, "in_flight": 2, "judging": 0, "ready": 0,
-        "held": 0, "training": 0,
+        "dispatched": 3, "trained": 0, "failed": 1, "dropped": 0, "in_flight": 2, "judging": 0, "deferred": 0,
+        "ready": 0, "held": 0, "training": 0,
         "dropped/filtered": 0, "dropped/stale": 0, "dropped/evicted": 0, "dropped/cancelled": 0, "dropped/surplus": 0,
     }  # fmt: skip
 

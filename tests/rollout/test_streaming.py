@@ -220,6 +220,7 @@ def test_a_deadline_ends_with_the_last_token(mesh1, parts):
     producer.poll()
     producer.deadlines.spent(11.0)
     (event,) = producer.poll()
+    assert isinstance(event, AttemptsFailed)
     assert event.tickets == (2,)
     verifiers.ready = True
     assert kinds(producer.poll()) == [("judged", 1)]

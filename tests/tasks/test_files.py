@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -192,3 +194,19 @@ def test_parquet_reads_row_groups_on_demand(tmp_path):
     assert [source.task(0, i).answer for i in order] == [str(i) for i in order]
     assert len(source._groups) == 4
     assert all(table.column_names == ["prompt", "answer"] for table in source._groups.values())
+
+
+def test_threads_read_row_groups_at_once(tmp_path):
+    path = write_parquet(tmp_path / "rows", [{"prompt": f"p{i}", "answer": "1"} for i in range(60)], row_group_size=6)
+    source = make_source("parquet", path=path)  # ten groups, of which four are kept
+
+    def read(start):
+        return all(source.task(0, i).prompt == f"p{i}" for i in [(start + 7 * k) % 60 for k in range(150)])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(read, range(4)))
+    finally:
+        sys.setswitchinterval(interval)

@@ -6,7 +6,10 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +41,7 @@ def hash_seed():
         yield
 
 
-def source_of(generator, **kwargs):
+def source_of(generator, **kwargs) -> Any:
     return make_source("reasoning_gym", generator=generator, **kwargs)
 
 
@@ -51,6 +54,15 @@ def score(task, text):
         return reasoning_gym(task, text).score
     except Unparsable:
         return 0.0
+
+
+@pytest.mark.parametrize("difficulty", [0, (0, 2), {"num_terms": 1, "num_digits": 3}])
+def test_kinds_are_known_without_making_an_item_where_the_difficulty_is_given(difficulty, monkeypatch):
+    source = source_of("chain_sum", difficulty=difficulty)
+    expected = [(task.source, task.level) for task in (source.task(1, index) for index in range(40))]
+    monkeypatch.setattr(entries, "make_entry", None)
+    assert [source.kind(1, index) for index in range(40)] == expected
+    assert source_of("chain_sum").kind(1, 0) is None
 
 
 def test_every_generator_gives_tasks_whose_answers_score_1():
@@ -345,3 +357,62 @@ def test_without_the_package_the_error_has_the_install_line(monkeypatch):
     monkeypatch.delattr("dynrl.tasks.reasoning_gym_entries")
     with pytest.raises(ImportError, match=r"pip install 'dynrl\[tasks\]'"):
         source_of("gcd")
+
+
+def test_levels_can_be_chosen():
+    source = source_of("gcd", config={"max_numbers": 9}, difficulty=(0, 1))
+    assert source.reachable_levels() == [0, 1, 2, 3]
+    hardest = source.at_level(3)
+    assert hardest.kwargs == {"generator": "gcd", "config": {"max_numbers": 9}, "difficulty": 3}
+    assert (hardest.levels, hardest.task(0, 0).level, hardest.reachable_levels()) == ((3,), 3, [0, 1, 2, 3])
+    # Of rubiks_cube's five levels its generator refuses the last.
+    assert source_of("rubiks_cube", difficulty=1).reachable_levels() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"generator": "acre"}, "reasoning_gym/acre has no curriculum"),
+        ({"generator": "gcd"}, "reasoning_gym/gcd: with difficulty None .*choose a difficulty such as 0"),
+        ({"generator": "gcd", "difficulty": {"value": 1}}, r"gcd: with difficulty \{'value': 1\}"),
+        (
+            {"generator": "rubiks_cube", "difficulty": 0},
+            "/rubiks_cube cannot write at level 4; it can at 0, 1, 2, 3$",
+        ),
+    ],
+)
+def test_levels_that_cannot_be_chosen_say_why(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        source_of(**kwargs).at_level(4)
+
+
+def test_threads_make_the_tasks_that_one_thread_makes():
+    """list_functions and simple_geometry draw from the interpreter's generator, pool_matrix from NumPy's."""
+    sources = [source_of(name) for name in ("list_functions", "pool_matrix", "simple_geometry", "gcd")]
+
+    def prompts(start):
+        return [source.task(start, index).prompt for index in range(25) for source in sources]
+
+    alone = [prompts(start) for start in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(prompts, range(4))) == alone
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_generator_prints_nothing_and_other_threads_do(monkeypatch, capsys):
+    printed = threading.Thread(target=print, args=("from elsewhere",))
+
+    def talks(self, index):
+        print("from the generator")
+        printed.start()
+        printed.join()
+        return {"question": "q", "answer": "1", "metadata": {}}
+
+    source = source_of("gcd")
+    monkeypatch.setattr(type(source._settings[0][1]), "__getitem__", talks)
+    assert source.task(0, 0).prompt == "q"
+    assert capsys.readouterr().out == "from elsewhere\n"

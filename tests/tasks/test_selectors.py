@@ -156,7 +156,9 @@ def test_another_seeds_state_is_refused(name):
 
 
 def test_errors_name_what_is_wrong():
-    with pytest.raises(ValueError, match=r"unknown selector 'epochs' .did you mean 'epoch'.*epoch, uniform"):
+    with pytest.raises(
+        ValueError, match=r"unknown selector 'epochs' .did you mean 'epoch'.*difficulty_pools, epoch, greso"
+    ):
         make_selector("epochs", seed=0)
     with pytest.raises(TypeError, match=r"'num_epoch' \(did you mean 'num_epochs'"):
         make_selector("epoch", seed=0, num_epoch=1)

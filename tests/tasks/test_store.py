@@ -1,6 +1,7 @@
 import copy
 import json
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -212,3 +213,37 @@ def test_the_fingerprint_shows_a_change_within_a_task():
     before = frozen.fingerprint
     frozen.get([0])[0].metadata["tolerance"].append(2)
     assert frozen.fingerprint != before
+
+
+def test_a_view_ends_where_the_store_ended():
+    store = TaskStore(SOURCE, 0, 4)
+    store.append([new_task("a")])
+    view = store.view(len(store))
+    store.append([new_task("b")])
+    assert len(view) == 5
+    assert view.get([4, 0]) == store.get([4, 0])
+    assert not hasattr(view, "append")
+    for task_id in (-1, 5):
+        with pytest.raises(IndexError, match=f"task id {task_id} is not in 0 to 4: there are 5 tasks"):
+            view.get([task_id])
+    with pytest.raises(ValueError, match="a view of 7 tasks: the store has 6"):
+        store.view(7)
+    assert len(store.view(0)) == 0
+
+
+def test_a_view_is_read_while_the_store_grows():
+    store = TaskStore(SOURCE, 0, 50)
+    store.append([new_task(str(i)) for i in range(50)])
+    view = store.view(100)
+    expected = store.get(range(100))
+
+    def read() -> bool:
+        return all(view.get(range(100)) == expected for _ in range(60))
+
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(read) for _ in range(2)]
+        while not all(reader.done() for reader in readers):
+            store.append([new_task("more")])
+        store.append([new_task("more")])  # at least one, however quick the readers were
+        assert all(reader.result() for reader in readers)
+    assert len(view) == 100 < len(store)

@@ -98,7 +98,8 @@ def make_batch(seed=0, b=B, num_real=None):
     rewards_BG[:, 0] = 1 - rewards_BG[:, 1]  # no group without signal unless a test makes it
     live_BG = np.ones((b, G), bool)
     live_BG[1, 2] = live_BG[5 % b, 2] = False
-    return TrainBatch(payload, rewards_BG, live_BG, np.arange(b) < (b if num_real is None else num_real))
+    real_B = np.arange(b) < (b if num_real is None else num_real)
+    return TrainBatch(payload, rewards_BG, live_BG, real_B, np.zeros(b, np.int32))
 
 
 def change(batch, where, **fields):

@@ -54,3 +54,11 @@ def mesh222():
 def tiny_config():
     """A function that makes a tiny RunConfig from overrides."""
     return lambda **overrides: from_mapping(tiny_mapping(**overrides))
+
+
+@pytest.fixture(scope="module")
+def quick_compiles():
+    """For files that make whole runs, whose programs are compiled more often than they run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -2,7 +2,9 @@
 
 import fnmatch
 import hashlib
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -65,6 +67,18 @@ def _once(key: Any, make: Any) -> Any:
 def reproducible(row: dict[str, Any]) -> dict[str, Any]:
     """The part of a metrics row that a repetition must give again, bit for bit."""
     return {k: v for k, v in row.items() if not any(fnmatch.fnmatchcase(k, p) for p in UNREPRODUCIBLE)}
+
+
+def rows_of(workdir: Path) -> list[dict[str, Any]]:
+    """The reproducible part of all rows of a run."""
+    return [reproducible(json.loads(line)) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def restart_from(workdir: Path, target: Path, step: int) -> None:
+    """What is on the disk of a run that was killed after this checkpoint: `target` goes on from there."""
+    shutil.copytree(workdir / "checkpoints" / str(step), target / "checkpoints" / str(step))
+    for path in workdir.glob("*.jsonl"):
+        shutil.copy(path, target)
 
 
 def child_environment(num_devices: int, cache: Path) -> dict[str, str]:

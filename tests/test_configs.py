@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 from run_helpers import ROOT, quick_build
 from tiny import tiny_mapping
 
 import dynrl
 from dynrl.config import from_mapping, known_keys
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 sys.path.insert(0, str(ROOT))  # as launch/train.py does
 
@@ -24,13 +25,6 @@ ALGORITHMS = {  # estimator, loss, aggregation, whether groups are filtered
     "cispo": ("grpo", "cispo", "token_mean", True),
     "rl_zvp": ("rl_zvp", "ppo", "token_mean", False),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def config_of(name, arg=""):

@@ -2,12 +2,13 @@
 
 import time
 
-import jax
 import pytest
 from run_helpers import quick_build, wrap
 
 import dynrl
 from dynrl.loop import RunError
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 SCHEDULES = {
     "rounds": {},
@@ -16,13 +17,6 @@ SCHEDULES = {
         "schedule__name": "ready_first", "schedule__max_staleness_versions": 2, "schedule__mode": "async",
     },
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(params=SCHEDULES)

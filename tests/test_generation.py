@@ -1,27 +1,20 @@
 """Task generators in whole runs: what is proposed is admitted, drawn and trained, and survives restarts and faults."""
 
-import json
-import shutil
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from run_helpers import quick_build, reproducible
+from run_helpers import quick_build, restart_from, rows_of
 
 import dynrl
 from dynrl.config import ConfigError, from_mapping, to_mapping
 from dynrl.results import RunError
 from dynrl.tasks.base import task_hash
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 NUM_STEPS = 7
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
@@ -62,19 +55,8 @@ def run(config, workdir, spy=None):
     return dynrl.run(config, str(workdir), (), spy or Spy())
 
 
-def rows_of(workdir):
-    return [reproducible(json.loads(line)) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
 def total(rows, name):
     return sum(row.get(name) or 0 for row in rows)
-
-
-def copy_checkpoint(source, target, step):
-    shutil.copytree(source / "checkpoints" / str(step), target / "checkpoints" / str(step))
-    for name in ("metrics.jsonl", "tasks.jsonl", "journal_0.jsonl"):
-        if (source / name).exists():
-            shutil.copy(source / name, target)
 
 
 def test_an_appended_task_is_drawn_at_the_very_next_step(config_of, tmp_path):
@@ -134,7 +116,7 @@ def test_from_any_checkpoint_the_run_goes_on_bitwise(config_of, tmp_path, genera
     assert all(row["run/recompiles"] == 0 for row in rows[1:])
     for step in (2, 3, 5):
         target = tmp_path / f"from_{step}"
-        copy_checkpoint(tmp_path / "whole", target, step)
+        restart_from(tmp_path / "whole", target, step)
         again_spy = Spy()
         again = run(config, target, again_spy)
         for got, want in zip(rows_of(target), rows, strict=True):

@@ -25,6 +25,8 @@ from dynrl.rollout.ledger import Phase
 from dynrl.training.warm_start import cached_warm_start
 from dynrl.types import Verdict
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 STEP_KEYS = {
     *(f"reward/score/{p}/mean" for p in ("all", "kept", "trained", "first_attempt")),
     *(f"group_filter/{name}_frac" for name in ("zero_variance", "all_pass", "all_fail")),
@@ -36,13 +38,6 @@ STEP_KEYS = {
     *(f"time/{name}_secs" for name in ("sampler", "reward", "backfill", "train_step", "step")),
     *(f"run/{name}" for name in ("step", "version", "recompiles", "generated_tokens")),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

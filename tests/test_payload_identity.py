@@ -1,18 +1,12 @@
 """What is trained is what was judged, bit for bit: also for groups that were carried, and after a restart."""
 
-import jax
 import numpy as np
 import pytest
 from run_helpers import quick_build, row_hashes, wrap
 
 import dynrl
 
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 class Witness:

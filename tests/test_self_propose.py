@@ -1,17 +1,17 @@
 """The policy's own proposals in whole runs: deferred, solved, rewarded by what became of them, and resumable."""
 
-import json
-import shutil
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from run_helpers import quick_build, reproducible
+from run_helpers import quick_build, restart_from, rows_of
 
 import dynrl
 from dynrl.config import ConfigError
 from dynrl.tasks.self_propose import FIRST_ID
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 NUM_STEPS = 8
 SCHEDULES = {
@@ -21,13 +21,6 @@ SCHEDULES = {
     "weight_fifo async": {"name": "weight_fifo", "max_staleness_versions": 6, "mode": "async", "chunks_per_update": 2},
     "windowed": {"name": "windowed", "max_staleness_versions": 6, "sample_freshest_first": False},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
@@ -69,10 +62,6 @@ def run(config, workdir, spy=None):
     return dynrl.run(config, str(workdir), (), spy or Spy())
 
 
-def rows_of(workdir):
-    return [reproducible(json.loads(line)) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
 def total(rows, name):
     return sum(row.get(name) or 0 for row in rows)
 
@@ -101,9 +90,7 @@ def test_proposals_are_trained_by_what_became_of_their_tasks(config_of, tmp_path
     assert last["ledger/dispatched"] == booked + sum(last[f"ledger/{name}"] for name in phases)
     for step in (2, 5):
         target = tmp_path / f"from_{step}"
-        shutil.copytree(tmp_path / "whole" / "checkpoints" / str(step), target / "checkpoints" / str(step))
-        for path in [*(tmp_path / "whole").glob("*.jsonl")]:
-            shutil.copy(path, target)
+        restart_from(tmp_path / "whole", target, step)
         again_spy = Spy()
         again = run(config_of(schedule), target, again_spy)
         for got, want in zip(rows_of(target), rows, strict=True):
@@ -117,9 +104,7 @@ def test_without_the_samplers_work_what_was_deferred_is_cancelled(config_of, tmp
     config = config_of("ready_first", checkpoint__in_flight="resubmit")
     run(config, tmp_path / "whole")
     target = tmp_path / "again"
-    shutil.copytree(tmp_path / "whole" / "checkpoints" / "4", target / "checkpoints" / "4")
-    for path in (tmp_path / "whole").glob("*.jsonl"):
-        shutil.copy(path, target)
+    restart_from(tmp_path / "whole", target, 4)
     run(config, target)
     rows = rows_of(target)
     assert [row["run/step"] for row in rows] == list(range(NUM_STEPS + 1))

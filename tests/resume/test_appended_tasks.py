@@ -1,23 +1,17 @@
 """A run whose training tasks grow: from any checkpoint it goes on with the same tasks, and so as the same run."""
 
-import json
 import shutil
 
 import jax
 import numpy as np
 import pytest
-from run_helpers import quick_build, reproducible, wrap
+from run_helpers import quick_build, rows_of, wrap
 
 import dynrl
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 NUM_STEPS = 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def growing(config):
@@ -39,10 +33,6 @@ def growing(config):
 
 def run(config, workdir):
     return dynrl.run(config, str(workdir), (), growing)
-
-
-def rows_of(workdir):
-    return [reproducible(json.loads(line)) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_appended_tasks_are_there_again_after_a_kill(tiny_config, tmp_path):

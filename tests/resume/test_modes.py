@@ -1,15 +1,16 @@
 """Killed at a checkpoint and restarted, a streaming or asynchronous run is the run that was not (law 7)."""
 
 import json
-import shutil
 
 import jax
 import numpy as np
 import pytest
-from run_helpers import quick_build, reproducible
+from run_helpers import quick_build, restart_from, rows_of
 
 import dynrl
 from dynrl.build import build
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 NUM_STEPS = 7
 MODES = {
@@ -21,26 +22,8 @@ MODES = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def run(config, workdir):
     return dynrl.run(config, str(workdir), (), quick_build)
-
-
-def rows_of(workdir):
-    return [reproducible(json.loads(line)) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
-def restart_from(workdir, target, step):
-    """What is on the disk of a run that was killed after this checkpoint: `target` goes on from there."""
-    shutil.copytree(workdir / "checkpoints" / str(step), target / "checkpoints" / str(step))
-    for path in [workdir / "metrics.jsonl", *workdir.glob("journal_*.jsonl")]:
-        shutil.copy(path, target)
 
 
 def in_flight_at(workdir, step):

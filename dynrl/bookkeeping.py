@@ -32,6 +32,7 @@ _FREE_TO_CHANGE = {
     *(f"rollout_failure.{key}" for key in ("group_deadline_secs", "stall_secs", "on_stall")),
     *(f"rollout_failure.{key}" for key in ("retry_backoff_secs", "max_retry_backoff_secs")),
     *(f"reward.{key}" for key in ("num_workers", "timeout_secs", "max_consecutive_timeouts", "memory_limit_mb")),
+    *(f"generation.{key}" for key in ("max_consecutive_generator_failures", "on_generator_failures", "deadline_secs")),
     "train.max_nonfinite_updates",
 }
 

@@ -174,6 +174,19 @@ def make_verifiers(config: RunConfig, by_source: dict[str, str]) -> Verifiers:
     )
 
 
+def make_judge(config: RunConfig) -> Judge:
+    """The filter, and what else decides which groups are kept."""
+    g = config.num_generations_per_prompt
+    min_live = config.rollout_failure.min_live_per_group or g
+    judge = named("dynamic_sampling.filter", Judge, config.dynamic_sampling, config.loss, min_live)
+    if g == 1 and not judge.keeps_singletons():
+        raise ConfigError(
+            f"config.dynamic_sampling.filter: {judge.filter.name!r} drops every group of one rollout; "
+            "dynamic_sampling.filter = 'mixed_sign' keeps them, and so does dynamic_sampling.enable = False"
+        )
+    return judge
+
+
 def build(config: RunConfig) -> Parts:
     """Makes every part. Raises ConfigError for what cannot work together."""
     check_backend()
@@ -182,14 +195,8 @@ def build(config: RunConfig) -> Parts:
     warnings = check_algorithm(config)
     mesh, sampler_mesh = sharding.split_meshes(config.mesh, config.schedule.sampler_devices)
     tasks = make_tasks(config)
-    tokenizer, g = tasks.tokenizer, config.num_generations_per_prompt
-    min_live = config.rollout_failure.min_live_per_group or g
-    judge = named("dynamic_sampling.filter", Judge, config.dynamic_sampling, config.loss, min_live)
-    if g == 1 and not judge.keeps_singletons():
-        raise ConfigError(
-            f"config.dynamic_sampling.filter: {judge.filter.name!r} drops every group of one rollout; "
-            "dynamic_sampling.filter = 'mixed_sign' keeps them, and so does dynamic_sampling.enable = False"
-        )
+    tokenizer = tasks.tokenizer
+    judge = make_judge(config)
     selection, make_generator = make_selection(config), find_generator(config)
     schedule, of_schedule = build_schedule(config)
     self_propose = make_self_propose(config, tasks)
@@ -270,10 +277,13 @@ WARM_START_SEED_OFFSET = 10_000_000  # warm-start tasks are drawn apart from the
 
 def run_warm_start(parts: Parts, log: Any) -> bool:
     """Replaces the random weights by warm-started ones. Returns whether they came from the cache."""
-    config = parts.config
+    config, proposer = parts.config, parts.self_propose
+    every = max(2, config.num_prompts_per_step // config.self_propose.groups_per_step)  # as often as in training
 
     def make(params: Any) -> Any:
         def task_at(index: int) -> Any:
+            if proposer is not None and index % every == 0:
+                return proposer.example(config.seed + WARM_START_SEED_OFFSET, index)
             if parts.source.num_tasks is not None:  # no fresh ones: the training tasks, in turn
                 return parts.store.get([index % len(parts.store)])[0]
             return parts.source.task(config.seed + WARM_START_SEED_OFFSET, index, parts.eval_tasks.hashes)
@@ -283,6 +293,8 @@ def run_warm_start(parts: Parts, log: Any) -> bool:
     tasks = {"name": config.tasks.source, "kwargs": parts.source.kwargs}
     if parts.source.num_tasks is not None:
         tasks["num_tasks"] = len(parts.store)
+    if proposer is not None:
+        tasks["self_propose"] = proposer.identity
     key = cache_key(config, tasks, parts.eval_tasks.fingerprint, parts.tokenizer.fingerprint)
     directory = cache_dir() / "warm_start" / key if config.warm_start.cache else None
     params, cached = cached_warm_start(parts.state.params, directory, make)

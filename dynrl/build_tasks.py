@@ -85,7 +85,7 @@ def find_generator(config: RunConfig) -> Callable[[], TaskGenerator] | None:
     g = config.generation
     if not g.generator:
         return None
-    return partial(named, "generation.generator", make_generator, g.generator, **g.generator_kwargs)
+    return partial(named, "generation.generator", partial(make_generator, g.generator, **g.generator_kwargs))
 
 
 def make_proposals(config: RunConfig, tasks: "Tasks", deduplicate: Literal["appended", "all", "none"]) -> Proposals:

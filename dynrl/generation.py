@@ -158,10 +158,8 @@ class Generation:
             max_tasks=self._room(),
             once=partial(self._once, asked.step),
         )
-        self._call, self._call_step = (
-            Call(self._generator, make_context, self._encode, self._options.deadline_secs),
-            asked.step,
-        )
+        self._call = Call(self._generator, make_context, self._encode, self._options.deadline_secs)
+        self._call_step = asked.step
 
     def _rng(self, step: int) -> np.random.Generator:
         words = counter_words(self._config.seed, f"generator/{self.name}", 2, index=step)
@@ -179,7 +177,9 @@ class Generation:
     def _encode(self, prompt: str) -> list[int]:
         tokens, limit = self._tokenizer.encode(prompt), self._config.tasks.max_prompt_tokens
         if len(tokens) > limit:
-            raise ValueError(f"prompt {prompt[:80]!r} has {len(tokens)} tokens, more than max_prompt_tokens = {limit}")
+            raise ValueError(
+                f"prompt {prompt[:80]!r} has {len(tokens)} tokens, more than tasks.max_prompt_tokens = {limit}"
+            )
         return tokens
 
     # ---- Admission ----
@@ -284,9 +284,8 @@ class Generation:
                 self._row[f"tasks/refused/{Refused.PROBE}"] += 1
                 continue
             where, mean = first + len(kept), num / live
-            self._probed.append(
-                Outcome(where, -1, Verdict.KEPT, live, num, mean, version, task.source, task.level)
-            )  # fmt: skip
+            kind = task.source, task.level
+            self._probed.append(Outcome(where, -1, Verdict.KEPT, live, num, mean, version, *kind, signal=True))
             kept.append(task)
         return kept, scored.num_tokens
 

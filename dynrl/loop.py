@@ -1,6 +1,8 @@
 """The path of the data, in order.
 
     tasks -> selector -> sampler -> reward -> group filter -> backfill -> batch -> train step -> checkpoint
+      ^                                            |
+      |------------- task generator <--- outcomes -+
 
 The controller decides; this loop does what it says and tells it what happened. The producer holds the middle of the
 path: it runs dispatched groups through sampler, verifiers and filter, and puts the kept ones into the buffer.
@@ -13,6 +15,7 @@ from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from etils import epath
 
 from dynrl.bookkeeping import Bookkeeper, run_name
@@ -255,10 +258,12 @@ class Loop:
         under_way = self.controller.ledger.open[Phase.IN_FLIGHT]
         outcomes: list[Outcome] = []
         for groups in self.parts.producer.take_judged():
-            retried, judged = groups.split(under_way)
-            self.parts.statistics.judged(judged)
-            self.parts.statistics.retried(retried)
-            outcomes += judged.outcomes()
+            retried_N = np.array([t.ticket in under_way for t in groups.tickets], bool)
+            if retried_N.any():  # attempts that are made again: the group is counted when it has its verdict
+                self.parts.statistics.retried(groups.rows(retried_N))
+                groups = groups.rows(~retried_N)
+            self.parts.statistics.judged(groups)
+            outcomes += groups.outcomes()
         skipped = self.parts.producer.take_skipped()
         self.parts.statistics.skipped(len(skipped))
         self._observe([*outcomes, *skipped])
@@ -367,7 +372,8 @@ class Loop:
             return
         if generation.is_due(state.step):
             self._await_weights()
-        selectable = self.parts.selection.num_selectable(self.parts.store)
+        counts = self.config.generation.selectable_below > 0  # which costs time
+        selectable = self.parts.selection.num_selectable(self.parts.store) if counts else None
         rate = state.keep_rate.expected
         row, tokens = self._aside("generation", lambda: generation.step(state.step, state.version, rate, selectable))
         self.books.amend(row)

@@ -23,7 +23,7 @@ REGISTRY: dict[str, str] = {
     "run/step": "optimizer steps made",
     "run/version": "optimizer updates that the weights have seen",
     "run/recompiles": "programs compiled since this process warmed up; anything but 0 is a fault",
-    "run/generated_tokens": "completion tokens generated for training, run total",
+    "run/generated_tokens": "completion tokens generated for training, generators and probes, run total",
     "reward/*/all/mean": "mean reward of live rollouts, groups judged in this step; proposals apart",
     "reward/*/kept/mean": "the same, groups kept in this step",
     "reward/*/trained/mean": "the same, groups in this step's batch",

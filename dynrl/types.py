@@ -121,6 +121,7 @@ class Outcome(NamedTuple):
     version: int
     source: str = ""  # of the task, as its level
     level: int = 0
+    signal: bool = False  # whether the metric's spread is one (law 2), whatever the filter said
 
 
 @dataclass(frozen=True)

@@ -334,5 +334,11 @@ def test_a_run_resumes_with_keys_that_it_did_not_know():
         with pytest.raises(ConfigError, match=rf"^config\.{name}.*: this workdir's run .* Changed: {name}"):
             check_same_config(old, changed)
     check_same_config(old, from_mapping(tiny_mapping(num_steps=10)))
+    for key, value in (  # what the messages of a budget that is used up advise
+        ("dynamic_sampling__on_exhausted", "short"), ("dynamic_sampling__max_num_gen_batches", 0),
+        ("dynamic_sampling__max_replacements_per_slot", 99), ("rollout_failure__max_skipped_prompts", 9999),
+        ("reward__timeout_secs", 60.0), ("train__max_nonfinite_updates", 9),
+    ):  # fmt: skip
+        check_same_config(old, from_mapping(tiny_mapping(**{key: value})))
     with pytest.raises(ConfigError, match=r"^config\.num_steps"):
         check_same_config(old, from_mapping(tiny_mapping(num_steps=1)))

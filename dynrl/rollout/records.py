@@ -5,7 +5,7 @@ together (law 4), and what metrics, controller and selector are told of judged g
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,12 +77,8 @@ class JudgedGroups:
         """Of the tasks."""
         return [task.source for task in self.tasks]
 
-    def split(self, numbers: Collection[int]) -> "tuple[JudgedGroups, JudgedGroups]":
-        """The groups with these ticket numbers, and the others."""
-        named_N = np.array([t.ticket in numbers for t in self.tickets], bool)
-        return self._rows(named_N), self._rows(~named_N)
-
-    def _rows(self, rows_N: np.ndarray) -> "JudgedGroups":
+    def rows(self, rows_N: np.ndarray) -> "JudgedGroups":
+        """The groups of a mask."""
         tickets, tasks = list(itertools.compress(self.tickets, rows_N)), list(itertools.compress(self.tasks, rows_N))
         return JudgedGroups(tickets, tasks, self.judged.rows(rows_N), self.records.rows(rows_N))
 
@@ -102,10 +98,11 @@ class JudgedGroups:
         """What the selector is told."""
         stats = self.judged.stats
         mean_N = np.where(stats.count > 0, stats.mean, np.nan)
-        columns = [x.tolist() for x in (self.judged.verdict_P, stats.count, stats.positives, mean_N)]
+        signal_N = self.judged.pattern_P == "mixed"
+        columns = [x.tolist() for x in (self.judged.verdict_P, stats.count, stats.positives, mean_N, signal_N)]
         return [
-            Outcome(t.task_id, t.visit, verdict, count, positives, mean, t.version, task.source, task.level)
-            for t, task, verdict, count, positives, mean in zip(self.tickets, self.tasks, *columns, strict=True)
+            Outcome(t.task_id, t.visit, verdict, count, positives, mean, t.version, x.source, x.level, signal)
+            for t, x, verdict, count, positives, mean, signal in zip(self.tickets, self.tasks, *columns, strict=True)
         ]
 
 

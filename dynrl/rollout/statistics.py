@@ -85,7 +85,7 @@ class RolloutStatistics:
         self._filter(groups.judged, kept_N, failed_N, np.where(binary_N, sums_N[1], -1))
 
     def retried(self, groups: JudgedGroups) -> None:
-        """Counts attempts that failed and are made again: the group is counted when it has its verdict."""
+        """Counts attempts that failed and are made again."""
         self._sums.count("backfill/wasted_tokens", groups.records.length.sum())
 
     def _filter(self, judged: Judged, kept_N: np.ndarray, failed_N: np.ndarray, positives_N: np.ndarray) -> None:

@@ -85,22 +85,31 @@ class SelfPropose:
         self._store, self._proposals = store, proposals
         self._groups_per_step, self._rewards, self._max_wait_steps = groups_per_step, rewards, max_wait_steps
         self._next = 0  # prompt
-        self._drawn = (-1, 0)  # for this step, so many
+        self._drawn = (-1, 0)  # the step that tasks were last drawn for, and how many prompts
         self._references: dict[int, tuple[int, ...]] = {}  # tasks that each open prompt shows
         self._waiting: dict[int, _Waiting] = {}  # by ticket
         self._proposed_by: dict[int, tuple[int, int]] = {}  # task -> ticket and rollout
-        self._counts: Counter[str] = Counter()  # since `take_counts`
+        self._counts: Counter[str] = Counter()  # since `row`
 
     @property
     def max_deferred(self) -> int:
         """Groups that wait for their verdicts at once, at most."""
         return 2 * self._groups_per_step
 
+    def example(self, seed: int, index: int) -> Task:
+        """A prompt and a proposal that answers it, for a warm start: a pure function."""
+        return self._source.task(seed, index)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """JSON-able; what its examples depend on."""
+        return {"kwargs": dict(self._source.kwargs), "groups_per_step": self._groups_per_step}
+
     # ---- Prompts ----
 
     def draw(self, num: int, step: int) -> list[int]:
         """Returns ids of up to `num` fresh prompts for the step; none, once it has its share."""
-        before = self._drawn[1] if self._drawn[0] == step else 0  # the last step for which anything was drawn
+        before = self._drawn[1] if self._drawn[0] == step else 0
         num = max(min(num, self._groups_per_step - before, self.max_deferred - len(self._references)), 0)
         ids = [FIRST_ID + self._next + i for i in range(num)]
         for i in ids:
@@ -128,10 +137,6 @@ class SelfPropose:
         prompt, _, metadata = self._source.problem(draws, 0, self._store.get(references))
         return Task(task_id, self._source.task_source, prompt, "", 0, references, metadata)
 
-    def is_prompt(self, task: Task) -> bool:
-        """Whether a task asks for a proposal."""
-        return task.task_id >= FIRST_ID
-
     # ---- Proposals ----
 
     def proposed(self, ticket: int, task_id: int, reads: Sequence[Read], step: int, version: int) -> None:
@@ -145,12 +150,12 @@ class SelfPropose:
         tasks: list[int | None] = [None] * len(reads)
         scores: list[float | None] = [None] * len(reads)
         results = self._proposals.read(rows, len(rows))
+        new = [result for result in results if isinstance(result, Task)]
+        ids = iter(self._store.append(new, step=step, version=version, generator=self._source.task_source))
         for i, (read, result) in enumerate(zip(reads, results, strict=True)):
             if isinstance(result, Task):
-                generator = self._source.task_source
-                (task_id,) = self._store.append([result], step=step, version=version, generator=generator)
-                tasks[i] = task_id
-                self._proposed_by[task_id] = ticket, i
+                tasks[i] = new_id = next(ids)
+                self._proposed_by[new_id] = ticket, i
             elif read.live:
                 scores[i] = self._rewards.invalid
                 self._counts[f"refused/{read.info.get('refused', result)}"] += 1
@@ -164,9 +169,10 @@ class SelfPropose:
         if where is None:
             return
         ticket, rollout = where
-        rate = outcome.num_positive / outcome.num_live if outcome.num_live else 0.0
-        self._waiting[ticket].scores[rollout] = 1 - rate if 0 < rate < 1 else self._rewards.uniform
-        self._counts["learnable"] += 0 < rate < 1
+        learnable = outcome.signal and outcome.num_live > 0
+        reward = 1 - outcome.num_positive / outcome.num_live if learnable else self._rewards.uniform
+        self._waiting[ticket].scores[rollout] = reward
+        self._counts["learnable"] += learnable
 
     def take_scored(self) -> list[Scored]:
         """The groups whose proposals have all been judged since the last call, or have waited for too long."""
@@ -186,7 +192,7 @@ class SelfPropose:
         return scored
 
     def keep(self, open_ids: Iterable[int]) -> None:
-        """Forgets the prompts of groups that have ended, and what they waited for; these ids are open."""
+        """Forgets the prompts of groups that have ended; these ids are open."""
         still = set(open_ids)
         self._references = {i: r for i, r in self._references.items() if i in still}
 
@@ -197,18 +203,13 @@ class SelfPropose:
         for ticket in gone:
             del self._waiting[ticket]
 
-    @property
-    def num_waiting(self) -> int:
-        """Groups of proposals that wait for their verdicts."""
-        return len(self._waiting)
-
     def row(self) -> dict[str, float | int | None]:
         """Metrics since the last call, by name."""
         counts, self._counts = self._counts, Counter()
         row: dict[str, float | int | None] = {f"self_propose/refused/{reason}": 0 for reason in (*REASONS, *Refused)}
         row |= {f"self_propose/{name}": 0 for name in ("proposed", "admitted", "learnable", "never_solved")}
         row |= {f"self_propose/{name}": count for name, count in counts.items()}
-        return {**row, "self_propose/waiting_groups": self.num_waiting, "tasks/size": len(self._store)}
+        return {**row, "self_propose/waiting_groups": len(self._waiting), "tasks/size": len(self._store)}
 
     # ---- Checkpoints ----
 

@@ -219,3 +219,27 @@ def test_counts_survive_a_restart_in_the_middle_of_a_step():
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     after.judged(together(GROUPS[2:]))
     assert after.row(TOTALS, {}, RATES, 0) == whole.row(TOTALS, {}, RATES, 0)
+
+
+def test_a_group_is_tried_again_for_the_sampler_but_not_for_a_crash_that_was():
+    """The verifiers' pool makes its attempts itself, with the completions that there are."""
+    for status, cause in ((Status.SAMPLER, "infra"), (Status.CRASHED, ""), (Status.ERROR, "data")):
+        failed = group(3, [1, NAN], Verdict.FAILED, "mixed", statuses=[Status.OK, status])
+        assert [j.cause for j in failed.judgements()] == [cause]
+    both = group(3, [NAN, NAN], Verdict.FAILED, "mixed", statuses=[Status.SAMPLER, Status.CRASHED])
+    assert [j.cause for j in both.judgements()] == ["infra"]
+
+
+def test_outcomes_have_signal_by_the_metrics_spread_whatever_the_filter_said():
+    refused = group(0, [0, 1, 1, 1], Verdict.FILTERED, "mixed")
+    partial_credit = group(1, [0.1, 0.1, 0.1, 0.1], Verdict.FILTERED, "all_pass")
+    outcomes = [outcome for x in (refused, partial_credit) for outcome in x.outcomes()]
+    assert [(o.signal, o.num_positive) for o in outcomes] == [(True, 3), (False, 4)]
+
+
+def test_an_attempt_that_is_made_again_counts_as_waste_alone():
+    statistics = RolloutStatistics("score")
+    statistics.retried(group(3, [1, NAN], Verdict.FAILED, "mixed", lengths=[3, 4], statuses=[Status.OK, Status.ERROR]))
+    row = statistics.row(TOTALS, {}, RATES, surplus=0)
+    assert row["backfill/wasted_tokens"] == 7
+    assert row["reward/score/all/mean"] is None

@@ -13,7 +13,9 @@ from dynrl.types import Outcome, Task, Verdict
 
 def observe(selector, task_id, positive, visit=0, live=8, times=1):
     for i in range(times):
-        selector.observe(Outcome(task_id, visit + i, Verdict.FILTERED, live, positive, 0.5, 1, "s", 0))
+        selector.observe(
+            Outcome(task_id, visit + i, Verdict.FILTERED, live, positive, 0.5, 1, "s", 0, 0 < positive < live)
+        )
 
 
 def num_drawn(selector, store, num_epochs):

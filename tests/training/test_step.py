@@ -13,11 +13,11 @@ import optax
 import pytest
 
 from dynrl.compile_counter import CompileCounter
-from dynrl.config import ConfigError, ModelConfig, RunConfig, TrainConfig, from_mapping
+from dynrl.config import ConfigError, ModelConfig, RunConfig, TrainConfig, from_mapping, to_mapping
 from dynrl.models import sharding
 from dynrl.models.decoder import init_params
 from dynrl.training.state import TrainState, init_state, learning_rate, make_optimizer, state_shardings
-from dynrl.training.step import cut, jit_train_step
+from dynrl.training.step import cut, jit_train_step, prepare
 from dynrl.types import Finish, Payload, TrainBatch
 
 VOCAB, B, G, L, T, STEPS = 8, 8, 3, 4, 3, 10
@@ -580,3 +580,27 @@ def test_weight_decay_spares_norms_and_biases(scan):
         seen.add(name)
         np.testing.assert_allclose(x, 0.0 if name in ("scale", "bias") else -0.1, rtol=1e-6, err_msg=str(path))
     assert seen == {"scale", "bias", "kernel", "embedding"}
+
+
+def test_proposer_and_solver_are_normalised_apart():
+    """Each role's advantages are those of a batch of it alone: whiten(r) of another scale moves nothing."""
+    loss = {"loss__estimator": "reinforce_pp"}
+    mapping = to_mapping(make_config(**loss))
+    mapping["self_propose"]["kind"] = "digits"
+    config = from_mapping(mapping)
+    batch = make_batch()
+    role_B = np.arange(B) % 3 == 0
+    scaled = batch._replace(rewards_BG=np.where(role_B[:, None], 100 - 7 * batch.rewards_BG, batch.rewards_BG))
+    scaled = scaled._replace(role_B=role_B.astype(np.int32))
+
+    def advantages(one, config):
+        part, _ = prepare(None, jax.tree.map(jnp.asarray, one), config, on_policy=True)  # pyright: ignore
+        return np.asarray(part.advantages_BG)
+
+    got = advantages(scaled, config)
+    for role in (False, True):
+        rows_B = role_B == role
+        alone = scaled._replace(real_B=batch.real_B & rows_B)
+        np.testing.assert_allclose(got[rows_B], advantages(alone, make_config(**loss))[rows_B], rtol=1e-5, atol=1e-6)
+    together = advantages(scaled, make_config(**loss))
+    assert np.abs(together - got).max() > 0.1

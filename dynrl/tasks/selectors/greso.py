@@ -93,7 +93,8 @@ class GresoSelector:
         """Learns from one judged group; one with fewer than two live rollouts says nothing of their variance."""
         if outcome.num_live < 2:
             return
-        all_passed, none_passed = outcome.num_positive == outcome.num_live, outcome.num_positive == 0
+        all_passed = not outcome.signal and outcome.num_positive > 0
+        none_passed = not outcome.signal and outcome.num_positive == 0
         if outcome.task_id >= len(self._streaks):
             grown = np.zeros(max(2 * len(self._streaks), outcome.task_id + 1), np.int32)
             grown[: len(self._streaks)] = self._streaks

@@ -6,6 +6,10 @@
 The quickstart's model, which begins with the shorter half of the lengths (3 to 6 of 3 to 11) and is evaluated on all
 of them. The curriculum appends tasks of the lengths that the policy sorts about half of the time, ever longer ones.
 
+On two CPU cores: one to two minutes, the warm start included. Seed 0, accuracy over all lengths in 150 steps:
+0.230 -> 0.412 with the curriculum, 0.219 -> 0.437 with `self_propose` (whose warm start shows both parts), and
+0.230 -> 0.392 with `none,epoch`, the shorter lengths alone.
+
 Argument: generator,selector; either may be left out. Generators: `procedural_curriculum` (the default), `reappend` (the
 same task again and again, which tests the pipeline), `self_propose` (the policy writes the digits itself) or `none`.
 Selectors: `thompson` (the default), `learnability`, `greso`, `difficulty_pools`, `weighted`, `epoch`, `uniform`.

@@ -74,7 +74,7 @@ def measure(steps: int, workdir: str) -> tuple[list[dict[str, float]], list[Any]
         parts = build(run_config)
         clock.wrap("buffer", parts.buffer, "put", "take", "free", "records")
         clock.wrap("statistics", parts.statistics, "judged", "trained", "freed", "row", now=time.thread_time)
-        clock.wrap("producer", parts.producer, "_close_round")
+        clock.wrap("producer", parts.producer, "_judge_all")
         parts.producer._judge = timed_judge = clock.timed("filter", parts.judge)
         timed_judge.host_mask = clock.timed("filter", parts.judge.host_mask)
         return parts

@@ -39,7 +39,7 @@ def outcomes_of(ids: np.ndarray, visit: int, rng: np.random.Generator) -> list[O
     kinds = itertools.cycle([("digit_sorting", level) for level in range(2, 12)])
     positives = rng.choice([0, 2, 4, 6, 8, 8], len(ids)).tolist()
     return [
-        Outcome(task_id, visit, Verdict.KEPT, 8, positive, positive / 8, visit, *kind)
+        Outcome(task_id, visit, Verdict.KEPT, 8, positive, positive / 8, visit, *kind, signal=0 < positive < 8)
         for task_id, positive, kind in zip(ids.tolist(), positives, kinds, strict=False)
     ]
 

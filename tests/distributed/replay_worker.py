@@ -29,6 +29,7 @@ from dynrl.models import sharding
 from dynrl.rollout.controller import apply
 from dynrl.rollout.producer import Producer
 from dynrl.rollout.turns import TurnPlayer
+from dynrl.tasks.admission import row_of
 from dynrl.tasks.store import TaskStore
 from dynrl.tasks.verifiers import VerifierPoolError, Verifiers
 from dynrl.types import Groups, Payload
@@ -276,6 +277,7 @@ def free(spec, folder):
             "digest": hashlib.sha256(state.encode()).hexdigest(),
             "weights": weights,
             "recompiles": parts.compiles.names,
+            "tasks": [row_of(task) for task in parts.store.get(range(parts.store.num_base, len(parts.store)))],
         }
     return result
 

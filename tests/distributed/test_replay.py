@@ -131,6 +131,34 @@ def test_two_processes_go_on_with_work_that_was_under_way(mapping, cache, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("grows", ["generator", "self_propose"])
+def test_two_processes_grow_the_same_tasks(mapping, cache, tmp_path, grows):
+    """One process asks the generator, which asks the policy; each reads the proposals of its own rows."""
+    schedule = {"name": "ready_first", "max_staleness_versions": 4}
+    config = {**mapping, "schedule": schedule, "checkpoint": {"every_steps": 1, "max_to_keep": 9}}
+    if grows == "generator":
+        config["tasks"] = {**mapping["tasks"], "new_first": True}
+        generation = {"generator": "user_generators:Asking", "self_check": False, "probe_samples": 2}
+        config["generation"] = {**mapping["generation"], **generation}
+    else:
+        kind = {"kind": "user_kinds:AnyText", "groups_per_step": 2}
+        config["self_propose"] = {**mapping["self_propose"], **kind}
+    spec = {"mode": "free", "config": config, "parts": [[3, None], [6, None]]}
+    first, second = work(WORKER, tmp_path, cache, spec, 2, 4)
+    for part, last in (("3", 3), ("6", 6)):
+        a, b = first[part], second[part]
+        for key in ("reason", "step", "digest", "weights", "verdicts", "tasks"):
+            assert a[key] == b[key], (part, key)
+        assert a["step"] == last
+        assert a["recompiles"] == b["recompiles"] == []
+    grown = [first[part]["tasks"] for part in ("3", "6")]
+    assert 0 < len(grown[0]) < len(grown[1])
+    assert grown[1][: len(grown[0])] == grown[0]
+    log = [json.loads(line) for line in (tmp_path / "run" / "tasks.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in log if "prompt" in row] == [task["prompt"] for task in grown[1]]
+
+
+@pytest.mark.slow
 def test_skewed_processes_take_the_same_events_and_break_together(mapping, cache, tmp_path):
     streaming = {"name": "in_order", "max_lookahead_versions": 1}
     parts = {

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dynrl.tasks.procedural import DigitSorting
@@ -38,6 +38,7 @@ def drawn(selector, store, n, num_draws):
 
 
 @settings(deadline=None, max_examples=300)
+@example(total=1, shares=[0.0, 0.0, 0.1], available=[0, 0, 2], offset=0.9999999999999999)
 @given(
     total=st.integers(0, 50),
     shares=st.lists(st.sampled_from([0.0, 0.1, 0.25, 1.0]), min_size=3, max_size=3),

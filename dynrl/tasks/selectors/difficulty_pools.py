@@ -128,7 +128,8 @@ def split(total: int, shares: np.ndarray, available: list[int], offset: float) -
     room = np.array(available, dtype=np.int64)
     while total and (is_open := (shares > 0) & (room > 0)).any():
         ends = np.cumsum(np.where(is_open, shares, 0.0))
-        bounds = np.floor(ends / ends[-1] * total + offset).astype(np.int64)
+        # An offset just under 1 can round up to the next integer in float64.
+        bounds = np.minimum(np.floor(ends / ends[-1] * total + offset).astype(np.int64), total)
         taken = np.minimum(np.diff(bounds, prepend=0), room)
         counts, room, total = counts + taken, room - taken, total - int(taken.sum())
     return counts

@@ -122,10 +122,11 @@ def check_same(folder: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_is_the_run_that_was_not(place):
+    """A machine that is quick enough reaches the end before the last kill: the kills left then fall on another run."""
     rng = random.Random(5)
-    kills, lives, carried, progress = 0, 0, 0, []
+    kills, lives, carried, progress, names = 0, 0, 0, [], ["killed"]
     while kills < NUM_KILLS:
-        run = start(place, "killed", lives)
+        run = start(place, names[-1], lives)
         lives += 1
         try:
             if kills in (0, 4):  # anywhere between the start of the process and its first steps
@@ -136,16 +137,20 @@ def test_a_run_killed_twenty_times_is_the_run_that_was_not(place):
         finally:
             alive = run.process.poll() is None
             run.kill() if alive else None
-        assert run.process.returncode == -signal.SIGKILL, run.log.read_text()
+        if not alive:
+            assert run.process.returncode == 0, run.log.read_text()
+            names.append(f"killed_{len(names)}")
+            continue
         kills += 1
-        steps = finished_steps(place / "killed")
+        steps = finished_steps(place / names[-1])
         progress.append(steps[-1] if steps else 0)
-        carried += bool(steps) and bool(document(place / "killed", steps[-1])["buffer"]["groups"])
-    run = start(place, "killed", lives)
+        carried += bool(steps) and bool(document(place / names[-1], steps[-1])["buffer"]["groups"])
+    run = start(place, names[-1], lives)
     assert run.end() == 0, run.log.read_text()
     assert carried > 0
     assert len(set(progress)) >= 4, progress
-    check_same(place, "killed")
+    for name in names:
+        check_same(place, name)
 
 
 @pytest.mark.slow

@@ -6,6 +6,9 @@
 The policy may write `[47+86]`, reads `133;`, and goes on; it is rewarded for the right sum at the end. The warm start
 shows it both habits: to call the calculator, and to answer at once.
 
+On two CPU cores: 2.5 minutes with empty caches, the warm start included. Seed 0, accuracy in 100 steps: 0.28 -> 0.58
+with dapo (1.47 million generated tokens), 0.28 -> 0.54 with grpo (0.76 million).
+
 Argument: `dapo` (dynamic sampling: groups without signal are replaced) or `grpo` (every group is trained).
 """
 
